@@ -1,0 +1,1 @@
+"""A PyTorch training run for which interruption is routine."""
