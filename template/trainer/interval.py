@@ -1,0 +1,301 @@
+"""How many steps to train between two saves: a floor, an optimum, a ceiling, and what the choice costs.
+
+Times are seconds: T of a step, S until a save is durable, sigma that a save holds the training loop up, M between two
+interruptions (MTBI), R from an interruption to the first new step. b is the share of time that saves and lost work may
+cost (the badput target), N the steps between two saves. Sources:
+
+- ceiling: a save costs S and an interruption loses half an interval on average, so badput ~ (S + N*T/2) / M <= b;
+- optimum: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974;
+- floor: one save in flight at a time.
+
+The questions of `scaffold new` carry the same arithmetic as Jinja, in the same order of operations; a test holds them
+together. Pure standard library, no imports from the package.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+_NUMBER = r"(?:[0-9]{1,9}(?:[.][0-9]{0,9})?|[.][0-9]{1,9})"
+_DURATION = re.compile("".join(rf"(?:{_NUMBER}{unit})?" for unit in ("d", "h", "m", "s", "ms")))
+_BARE = re.compile(_NUMBER)
+_PART = re.compile(r"([0-9.]+)(ms|d|h|m|s|)")
+_MILLISECONDS = {"d": 86_400_000.0, "h": 3_600_000.0, "m": 60_000.0, "s": 1000.0, "ms": 1.0, "": 1000.0}
+_TOLERANCE = 1e-9  # of floors and ceilings: 0.3 / 0.1 is 3, not 2
+
+
+class IntervalError(ValueError):
+    """Input that no interval, duration or share can be made of. The text is one line and says what would do."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The interval and its reasons; the fields are the keys of the JSON output."""
+
+    floor_steps: int
+    optimum_steps: int
+    ceiling_steps: int
+    save_interval_steps: int
+    badput: float  # (S + N*T/2) / M, the figure that badput_target bounds
+    badput_stall: float  # sigma / (N*T + sigma)
+    badput_restart: float  # R / M
+    badput_total: float
+    mtbi_s: float
+    step_time_s: float
+    save_time_s: float
+    save_stall_s: float
+    restart_time_s: float
+    badput_target: float
+
+    def to_dict(self) -> dict[str, int | float]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Retuned:
+    """An interval recomputed from measurements; `warning` is set where none meets the target."""
+
+    every_steps: int
+    floor_steps: int
+    optimum_steps: int
+    ceiling_steps: int
+    warning: str = ""
+
+
+def compute_interval(
+    mtbi_s: float,
+    step_time_s: float,
+    save_time_s: float,
+    save_stall_s: float | None = None,
+    restart_time_s: float = 300.0,
+    badput_target: float = 0.05,
+) -> Interval:
+    """The number of steps between two saves: the optimum, held between floor and ceiling.
+
+    Args:
+        save_stall_s: how long a save holds the training loop up; `None`: a tenth of `save_time_s`, until measured.
+
+    Raises:
+        IntervalError: a value is out of range, or no interval meets the target; then the text says which of MTBI,
+            target or save time would have to change, and to what.
+    """
+    if save_stall_s is None:
+        save_stall_s = save_time_s / 10
+    for name, value in (("MTBI", mtbi_s), ("step time", step_time_s), ("save time", save_time_s)):
+        _in_range(name, value, 1e-12, "above 0")
+    for name, value in (("save stall", save_stall_s), ("restart time", restart_time_s)):
+        _in_range(name, value, 0.0, "0 or more")
+    if not 0 < badput_target < 1:
+        raise IntervalError(f"badput target is {badput_target!r}; it must be a share above 0 and below 1, such as 0.05")
+
+    floor_steps = max(1, _ceil(save_time_s / step_time_s))
+    ceiling_steps = _floor(2 * (badput_target * mtbi_s - save_time_s) / step_time_s)
+    if restart_time_s >= mtbi_s or badput_target * mtbi_s <= save_time_s or ceiling_steps < floor_steps:
+        raise IntervalError(_refusal(mtbi_s, step_time_s, save_time_s, restart_time_s, badput_target, floor_steps))
+    optimum_steps = max(1, round((2 * save_stall_s * mtbi_s) ** 0.5 / step_time_s))
+    steps = min(max(optimum_steps, floor_steps), ceiling_steps)
+    badput = (save_time_s + steps * step_time_s / 2) / mtbi_s
+    stall = save_stall_s / (steps * step_time_s + save_stall_s)
+    restart = restart_time_s / mtbi_s
+    return Interval(
+        floor_steps=floor_steps,
+        optimum_steps=optimum_steps,
+        ceiling_steps=ceiling_steps,
+        save_interval_steps=steps,
+        badput=badput,
+        badput_stall=stall,
+        badput_restart=restart,
+        badput_total=badput + stall + restart,
+        mtbi_s=float(mtbi_s),
+        step_time_s=float(step_time_s),
+        save_time_s=float(save_time_s),
+        save_stall_s=float(save_stall_s),
+        restart_time_s=float(restart_time_s),
+        badput_target=float(badput_target),
+    )
+
+
+def retuned(
+    *,
+    mtbi_s: float,
+    step_time_s: float,
+    save_time_s: float,
+    save_stall_s: float,
+    slowdown: float = 1.0,
+    badput_target: float = 0.05,
+) -> Retuned:
+    """The interval from what a run measured; never refused, since a run that has started goes on.
+
+    The floor keeps a quarter of the time between saves free. The stall also counts what writing costs the steps
+    meanwhile, (slowdown - 1) * S. Where no interval meets the target the floor is taken, with a warning: saving as
+    often as possible loses least.
+
+    Args:
+        slowdown: step time while a save is being written over step time without, 1.0 or more.
+    """
+    stall_s = save_stall_s + max(0.0, slowdown - 1.0) * save_time_s
+    floor_steps = max(1, _ceil(1.25 * save_time_s / step_time_s))
+    ceiling_steps = _floor(2 * (badput_target * mtbi_s - save_time_s) / step_time_s)
+    optimum_steps = max(1, round((2 * stall_s * mtbi_s) ** 0.5 / step_time_s))
+    if ceiling_steps < floor_steps:
+        share = (save_time_s + floor_steps * step_time_s / 2) / mtbi_s
+        warning = (
+            f"no interval keeps badput at {_percent(badput_target)}: saves take {format_duration(save_time_s)}, steps "
+            f"{format_duration(step_time_s)}, interruptions come every {format_duration(mtbi_s)}; saving as often as "
+            f"possible, every {floor_steps} steps, costs about {_percent(share)}"
+        )
+        return Retuned(floor_steps, floor_steps, optimum_steps, ceiling_steps, warning)
+    return Retuned(min(max(optimum_steps, floor_steps), ceiling_steps), floor_steps, optimum_steps, ceiling_steps)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `4h`, `800ms`, `0.05s`, `1d12h`; a bare number is seconds.
+
+    Raises:
+        IntervalError: `text` is none of these.
+    """
+    stripped = str(text).strip()
+    if not stripped or not (_DURATION.fullmatch(stripped) or _BARE.fullmatch(stripped)):
+        raise IntervalError(f"{text!r} is not a duration; write it like 4h, 800ms, 0.05s, 1d12h or 90 (seconds)")
+    return sum((float(number) * _MILLISECONDS[unit] for number, unit in _PART.findall(stripped)), 0.0) / 1000
+
+
+def parse_share(text: str) -> float:
+    """The share that `5%` or `0.05` means, above 0 and below 1. A bare number of 1 or more is refused: is 5 a percent?
+
+    Raises:
+        IntervalError: `text` is not such a share.
+    """
+    stripped = str(text).strip()
+    number = stripped.removesuffix("%").rstrip()
+    if _BARE.fullmatch(number):
+        value = float(number) / 100 if stripped.endswith("%") else float(number)
+        if 0 < value < 1:
+            return value
+    raise IntervalError(f"{text!r} is not a share above 0 and below 1; write it like 5% or 0.05")
+
+
+def format_duration(seconds: float) -> str:
+    """`seconds` as a person writes it (`4h`, `1m30.5s`, `800ms`), to a millisecond, or a nanosecond below a second."""
+    if seconds < 0.9995:
+        return _decimal(f"{seconds * 1000:.6f}") + "ms" if seconds else "0s"
+    left = round(seconds * 1000)
+    text = ""
+    for unit, milliseconds in (("d", 86_400_000), ("h", 3_600_000), ("m", 60_000)):
+        if left >= milliseconds:
+            text += f"{left // milliseconds}{unit}"
+            left %= milliseconds
+    return text + _decimal(f"{left / 1000:.3f}") + "s" if left else text
+
+
+def mtbi_from_log(path: Path | str) -> float:
+    """Mean time between the interruptions of a log: one a line, beginning with its time.
+
+    A time is Unix seconds or ISO 8601 (UTC where it names no zone); what follows it on the line, empty lines and lines
+    that begin with `#` do not matter, nor does the order.
+
+    Returns:
+        Seconds between two interruptions, (last - first) / (number - 1).
+
+    Raises:
+        IntervalError: the file cannot be read, a line has no time, or there are fewer than two different times.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise IntervalError(f"{path}: cannot be read ({error})") from None
+    times = []
+    for number, line in enumerate(lines, start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        time = _time(words[0]) if len(words) == 1 else _time(" ".join(words[:2])) or _time(words[0])
+        if time is None:
+            raise IntervalError(f"{path} line {number}: {words[0]!r} is no time; write Unix seconds or ISO 8601")
+        times.append(time)
+    if len(set(times)) < 2:
+        raise IntervalError(f"{path}: {len(times)} interruptions; an MTBI takes at least two, at different times")
+    return (max(times) - min(times)) / (len(times) - 1)
+
+
+def _time(text: str) -> float | None:
+    try:
+        seconds = float(text)
+        return seconds if math.isfinite(seconds) else None
+    except ValueError:
+        pass
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+
+
+def _floor(value: float) -> int:
+    return math.floor(value + _TOLERANCE * max(1.0, value))
+
+
+def _ceil(value: float) -> int:
+    return math.ceil(value - _TOLERANCE * max(1.0, value))
+
+
+def _in_range(name: str, value: float, minimum: float, right: str) -> None:
+    if not minimum <= value <= 1e15:  # false for NaN too
+        raise IntervalError(f"{name} is {value!r} s; it must be {right}, in seconds")
+
+
+def _refusal(
+    mtbi_s: float, step_time_s: float, save_time_s: float, restart_time_s: float, target: float, floor_steps: int
+) -> str:
+    """One line: why no interval fits, and the least change of MTBI, target or save time that makes one fit."""
+    least = save_time_s + floor_steps * step_time_s / 2  # lost per interruption at the shortest interval
+    mtbi_needed_s = least / target
+    if restart_time_s >= mtbi_s:
+        return (
+            f"no interval fits: an interruption every {format_duration(mtbi_s)} (MTBI) and {format_duration(restart_time_s)} "
+            f"to restart leave no time to train; the MTBI would have to be "
+            f"{format_duration(_rounded_up(max(mtbi_needed_s, restart_time_s * 1.01)))} or more"
+        )
+    ways = [f"MTBI {format_duration(_rounded_up(mtbi_needed_s))} or more"]
+    target_needed = math.ceil(least / mtbi_s * 10_000 * (1 - 1e-10)) / 10_000
+    if target_needed < 1:
+        ways.append(f"target {_percent(target_needed)} or more")
+    # The largest save time that fits is k steps or a part of one step more, for the k whose floor still fits.
+    whole = math.floor(2 * target * mtbi_s / (3 * step_time_s))
+    save_time_needed_s = _rounded_down(
+        max(whole * step_time_s, target * mtbi_s - (whole + 1) * step_time_s / 2) * (1 - 1e-10)
+    )
+    if save_time_needed_s > 0:
+        ways.append(f"save time {format_duration(save_time_needed_s)} or less")
+    return (
+        f"no interval fits: with a save of {format_duration(save_time_s)} and steps of {format_duration(step_time_s)}, "
+        f"saving as often as possible costs {_percent(least / mtbi_s)} of an MTBI of {format_duration(mtbi_s)}, more "
+        f"than the target of {_percent(target)}; one of these would have to change: {', '.join(ways)}"
+    )
+
+
+def _grain(seconds: float) -> float:
+    """Units per second that a suggestion is rounded to: seconds, milliseconds, microseconds."""
+    return 1.0 if seconds >= 100 else 1000.0 if seconds >= 0.1 else 1_000_000.0
+
+
+def _rounded_up(seconds: float) -> float:
+    grain = _grain(seconds)
+    return math.ceil(seconds * grain * (1 - 1e-10)) / grain
+
+
+def _rounded_down(seconds: float) -> float:
+    grain = _grain(seconds)
+    return math.floor(seconds * grain * (1 + 1e-9)) / grain
+
+
+def _percent(share: float) -> str:
+    return _decimal(f"{share * 100:.2f}") + "%"
+
+
+def _decimal(text: str) -> str:
+    return text.rstrip("0").rstrip(".")
