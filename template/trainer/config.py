@@ -117,7 +117,7 @@ class TrainConfig:
     """The loop of `train.py`."""
 
     steps: int = 2000  # optimizer steps of the whole run
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on accelerators
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on accelerators
     compile: bool = False
     activation_checkpointing: bool = False
     eval_every_steps: int = 200  # 0: never

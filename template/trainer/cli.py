@@ -1,0 +1,232 @@
+"""The words of ``python -m trainer``; what each does stands in the file of its name."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from trainer.outcome import CONFIG, FINISHED, RECLAIMED, ConfigError, Reason, UnavailableError, write_status
+
+
+class _Group(click.Group):
+    """One clear line and the right exit code for whatever a user can cause."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except ConfigError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(CONFIG)
+        except UnavailableError as error:
+            click.echo(f"not now: {error}", err=True)
+            sys.exit(RECLAIMED)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Train, resume, inspect: an interruption is routine here."""
+
+
+def _settings(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The arguments that every command takes: settings as dotted keys."""
+    return click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")(command)
+
+
+def _run(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of `launch` and `train`."""
+
+    @click.option("--gpus", type=click.IntRange(min=1), help="Ranks on this node; decides whatever the machine has.")
+    @click.option("--accept", metavar="KEY,...", default="", help="Keys that may differ from the checkpoint's.")
+    @_settings
+    @functools.wraps(command)
+    def wrapped(*args: Any, accept: str, **kwargs: Any) -> Any:
+        return command(*args, accepted=tuple(key.strip() for key in accept.split(",") if key.strip()), **kwargs)
+
+    return wrapped
+
+
+@main.command()
+@_run
+def launch(overrides: tuple[str, ...], gpus: int | None, accepted: tuple[str, ...]) -> None:
+    """Start or resume training on this node's GPUs, restart it after crashes, stop it cleanly at a reclaim."""
+    from trainer.launch import launch as run
+
+    sys.exit(run(overrides, gpus=gpus, accepted=accepted))
+
+
+@main.command()
+@_run
+@click.option("--runtime", type=click.Path(path_type=Path), hidden=True)
+@click.option("--attempt", type=int, hidden=True)
+def train(
+    overrides: tuple[str, ...],
+    gpus: int | None,
+    accepted: tuple[str, ...],
+    runtime: Path | None,
+    attempt: int | None,
+) -> None:
+    """Be one rank: what `launch` starts through torchrun, once for each GPU."""
+    from trainer.reclaim import prepare_rank
+
+    prepare_rank(runtime)
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    reason, step, message, code = Reason.CRASHED, 0, "", 1
+    try:
+        from trainer.config import load_config
+
+        if gpus is not None and gpus != ranks:
+            raise ConfigError(f"--gpus is {gpus} and train is 1 of {ranks} ranks; start {gpus} of them with launch")
+        config = load_config(overrides)
+        from trainer.train import train as run
+
+        reason, step = run(config, runtime=runtime, attempt=attempt, accepted=accepted)
+        code = FINISHED if reason in (Reason.FINISHED, Reason.RECLAIMED, Reason.INTERRUPTED) else 1
+        if runtime is None and reason is not Reason.FINISHED:
+            code = config.restart.exit_reclaimed
+    except ConfigError as error:
+        reason, message, code = Reason.CONFIG, str(error), CONFIG
+    except UnavailableError as error:
+        reason, message, code = Reason.UNAVAILABLE, str(error), RECLAIMED
+    except BaseException:
+        message = traceback.format_exc()
+    write_status(runtime, rank, reason, step, message)
+    if message and (runtime is None or reason is Reason.CRASHED):
+        click.echo(message if reason is Reason.CRASHED else f"error: {message}", err=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if reason is Reason.CRASHED:
+        os._exit(code)  # peers may be gone: no destructor may wait for them
+    sys.exit(code)
+
+
+@main.command()
+@click.option("--save-ranks", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--resume-ranks", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--steps", type=click.IntRange(min=4), default=24, show_default=True, help="Steps of each run.")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder of the verdict; default: ./drill")
+@_settings
+def drill(overrides: tuple[str, ...], save_ranks: int, resume_ranks: int, steps: int, output: Path | None) -> None:
+    """Rehearse a recovery: save on some ranks, kill -9, resume on others, compare with a run never interrupted."""
+    from trainer.drill import drill as run
+
+    sys.exit(run(overrides, save_ranks=save_ranks, resume_ranks=resume_ranks, steps=steps, output=output))
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_settings
+def doctor(overrides: tuple[str, ...], as_json: bool) -> None:
+    """Go through the checklist: is this machine and this configuration fit for being interrupted?"""
+    from trainer.doctor import doctor as run
+
+    sys.exit(run(overrides, as_json=as_json))
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the run as .png or .svg.")
+@_settings
+def report(overrides: tuple[str, ...], as_json: bool, plot: Path | None) -> None:
+    """Say what interruptions and saves have cost this run."""
+    from trainer.report import report as run
+
+    sys.exit(run(overrides, as_json=as_json, plot=plot))
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_settings
+def interval(overrides: tuple[str, ...], as_json: bool) -> None:
+    """Show the save interval of this configuration and why it is what it is."""
+    from trainer.config import load_config
+    from trainer.interval import IntervalError, compute_interval, format_duration
+
+    settings = load_config(overrides).checkpoint
+    try:
+        found = compute_interval(
+            settings.mtbi_s, settings.step_time_s, settings.save_time_s,
+            settings.save_stall_s, settings.restart_time_s, settings.badput_target,
+        )  # fmt: skip
+    except IntervalError as error:
+        raise ConfigError(f"checkpoint: {error}") from None
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), indent=2))
+        return
+    every = format_duration(found.save_interval_steps * found.step_time_s)
+    click.echo(f"save every {found.save_interval_steps} steps ({every})")
+    click.echo(f"floor {found.floor_steps}, optimum {found.optimum_steps}, ceiling {found.ceiling_steps}")
+    click.echo(
+        f"expected badput {found.badput:.2%} of at most {found.badput_target:.2%}; with stalls and restarts "
+        f"{found.badput_total:.2%}"
+    )
+
+
+@main.group()
+def checkpoints() -> None:
+    """See, check and thin out what is on the disk."""
+
+
+@checkpoints.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_settings
+def list_checkpoints(overrides: tuple[str, ...], as_json: bool) -> None:
+    """Every checkpoint with its step, size, age, world size and state."""
+    from trainer.checkpoint import inventory
+    from trainer.config import load_config
+
+    sys.exit(inventory.show(load_config(overrides).run_dir, as_json=as_json))
+
+
+@checkpoints.command("verify")
+@click.option("--step", type=int, help="Only this one.")
+@_settings
+def verify_checkpoints(overrides: tuple[str, ...], step: int | None) -> None:
+    """Read every byte of the complete checkpoints and compare checksums. Exit 1 if one is damaged."""
+    from trainer.checkpoint import inventory
+    from trainer.config import load_config
+
+    sys.exit(inventory.verify(load_config(overrides).run_dir, step))
+
+
+@checkpoints.command("prune")
+@click.option("--keep", type=click.IntRange(min=1), help="Complete checkpoints that stay; default: keep_last.")
+@_settings
+def prune_checkpoints(overrides: tuple[str, ...], keep: int | None) -> None:
+    """Remove older complete checkpoints and the leftovers of attempts that have ended."""
+    from trainer.checkpoint import inventory
+    from trainer.config import load_config
+
+    sys.exit(inventory.prune(load_config(overrides), keep))
+
+
+@main.command()
+@click.option("--step", type=int, help="Which checkpoint; default: the newest complete one.")
+@click.option("--averaged", is_flag=True, help="Take the averaged weights (optim.ema_decay).")
+@click.argument("output", type=click.Path(path_type=Path))
+@_settings
+def export(overrides: tuple[str, ...], output: Path, step: int | None, averaged: bool) -> None:
+    """Write the model of a checkpoint to OUTPUT, a .safetensors file."""
+    from trainer.export import export as run
+
+    sys.exit(run(overrides, output, step=step, averaged=averaged))
+
+
+@main.command()
+@click.option("--prompt", default="def ", show_default=True)
+@click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True)
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True)
+@click.option("--step", type=int, help="Which checkpoint; default: the newest complete one.")
+@_settings
+def sample(overrides: tuple[str, ...], prompt: str, tokens: int, temperature: float, step: int | None) -> None:
+    """Let the newest checkpoint write."""
+    from trainer.sample import sample as run
+
+    sys.exit(run(overrides, prompt, tokens=tokens, temperature=temperature, step=step))

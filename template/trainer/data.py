@@ -1,0 +1,291 @@
+"""Samples by number, and the order in which a run takes them.
+
+The order is a pure function: sample number g of the run is `perm(seed, epoch)[g mod n]` with `epoch = g div n`, so the
+position in the data is one integer and does not depend on ranks, workers or prefetching. `build_dataset` is the place
+to put your own data: anything with a length, an `identity` and `samples(numbers, epochs)` will do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from trainer.batch import BatchPlan, MicroBatch
+from trainer.config import Config, ConfigError
+from trainer.reclaim import worker_ignore_signals
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The order of samples
+
+
+def permute(numbers: np.ndarray, length: int, key: int) -> np.ndarray:
+    """Map each of `numbers` (int64, 0 ≤ number < length) by a permutation of range(length) chosen by `key`.
+
+    A Feistel network with cycle walking (Black and Rogaway 2002): no table, so a billion samples cost nothing.
+    """
+    half = max(1, (max(length - 1, 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    rounds = [np.uint64(word) for word in _words(key, 4)]
+    out = numbers.astype(np.uint64)
+    walking = np.ones(len(out), dtype=bool)
+    while walking.any():
+        value = out[walking]
+        left, right = value >> np.uint64(half), value & mask
+        for word in rounds:
+            left, right = right, left ^ (_mix(right ^ word) & mask)
+        out[walking] = (left << np.uint64(half)) | right
+        walking = out >= length
+    return out.astype(np.int64)
+
+
+def _words(key: int, count: int) -> list[int]:
+    digest = hashlib.blake2b(str(key).encode(), digest_size=8 * count).digest()
+    return [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(count)]
+
+
+def _mix(value: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (Steele et al. 2014), elementwise on uint64."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed (0 ≤ seed < 2⁶³) that is a function of `parts` alone, such as (seed, step, micro-batch)."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """The samples of a run in order, of a dataset with `length` samples."""
+
+    length: int
+    seed: int
+
+    def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Sample numbers and epochs (int64, the shape of `positions`) at these positions of the run."""
+        epochs = positions // self.length
+        within = positions % self.length
+        numbers = np.empty_like(within)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            numbers[chosen] = permute(within[chosen], self.length, derive_seed("order", self.seed, int(epoch)))
+        return numbers, epochs
+
+    def global_batch(self, consumed: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """The global batch that follows `consumed` samples: sample numbers and epochs, each int64 [size]."""
+        return self.at(np.arange(consumed, consumed + size, dtype=np.int64))
+
+
+def batch_hash(numbers: np.ndarray) -> str:
+    """A short name for a global batch: equal for equal sample numbers in equal order."""
+    return hashlib.blake2b(np.ascontiguousarray(numbers, dtype="<i8").tobytes(), digest_size=8).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where samples come from
+
+
+class Samples(Protocol):
+    """What the trainer needs of a dataset."""
+
+    identity: dict[str, Any]  # goes into the fingerprint: a resume on other data is refused
+
+    def __len__(self) -> int: ...
+
+    def samples(self, numbers: np.ndarray, epochs: np.ndarray) -> torch.Tensor:
+        """Tokens, int64 [len(numbers), sequence_length + 1]. Randomness may depend on (seed, epoch, number) only."""
+        ...
+
+
+class TokenSamples:
+    """Windows of `sequence_length` + 1 tokens of one long array; one window in `stride` is held out for validation."""
+
+    def __init__(self, tokens: np.ndarray, config: Config, identity: dict[str, Any], *, validation: bool) -> None:
+        self.tokens, self.identity, self.validation = tokens, identity, validation
+        self.window = config.data.sequence_length
+        self.vocabulary = config.model.vocabulary
+        self.stride = max(2, round(1 / config.data.validation_share))
+        windows = (len(tokens) - 1) // self.window
+        held_out = -(-windows // self.stride)
+        self.length = held_out if validation else windows - held_out
+        if self.length < 1:
+            raise ConfigError(
+                f"{config.data.path or 'the corpus'}: holds {len(tokens)} tokens; it must hold more than "
+                f"{2 * self.window + 1} for data.sequence_length {self.window}"
+            )
+
+    def __len__(self) -> int:
+        return self.length
+
+    def samples(self, numbers: np.ndarray, epochs: np.ndarray) -> torch.Tensor:
+        windows = numbers * self.stride if self.validation else numbers + numbers // (self.stride - 1) + 1
+        starts = (windows * self.window)[:, None] + np.arange(self.window + 1)
+        tokens = self.tokens[starts].astype(np.int64)
+        if self.vocabulary <= tokens.max():
+            raise ConfigError(f"a token is {tokens.max()}; model.vocabulary ({self.vocabulary}) must be above it")
+        return torch.from_numpy(tokens)
+
+
+def build_dataset(config: Config) -> tuple[Samples, Samples]:
+    """Training and validation samples of `data.path`. The corpus has to be there: see `prepare_corpus`.
+
+    Raises:
+        ConfigError: no such file, too short, or of another format.
+    """
+    path, identity = _source(config)
+    if path.suffix == ".npy":
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ConfigError(f"{path}: holds {tokens.dtype} {tokens.shape}; it must be one row of whole numbers")
+    else:
+        is_tokens = config.data.path.endswith(".bin")
+        tokens = np.memmap(path, dtype=config.data.token_dtype if is_tokens else "uint8", mode="r")
+    made = [TokenSamples(tokens, config, identity, validation=held_out) for held_out in (False, True)]
+    return made[0], made[1]
+
+
+def prepare_corpus(config: Config) -> None:
+    """Write the corpus once, beside the runs on the volume; later starts, on any Python, use that file.
+
+    Needed where the samples are many small files: the standard library's source (the demo) or a folder of text.
+    Call it on one rank and let the others wait.
+    """
+    target = _corpus_path(config)
+    if target is None or target.exists():
+        return
+    files = _text_files(config)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as out:
+            for file in files:
+                out.write(file.read_bytes())
+                out.write(b"\n")
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _corpus_path(config: Config) -> Path | None:
+    """The prepared file, or None where `data.path` is a file that can be mapped as it is."""
+    if not config.data.path:
+        return config.checkpoint_root / "corpus" / "stdlib.txt"
+    source = config.project / Path(config.data.path).expanduser()
+    if source.is_dir():
+        name = hashlib.blake2b(str(source.absolute()).encode(), digest_size=6).hexdigest()
+        return config.checkpoint_root / "corpus" / f"{source.name}-{name}.txt"
+    return None
+
+
+def _text_files(config: Config) -> list[Path]:
+    if not config.data.path:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [file for file in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(file.parts)]
+    else:
+        root = config.project / Path(config.data.path).expanduser()
+        files = [file for file in root.rglob("*") if file.is_file() and not file.name.startswith(".")]
+    if not files:
+        raise ConfigError(f"{root}: holds no text; data.path must be a text file, a folder of them or a token file")
+    return sorted(files)
+
+
+def _source(config: Config) -> tuple[Path, dict[str, Any]]:
+    path = _corpus_path(config) or config.project / Path(config.data.path).expanduser()
+    if not path.is_file():
+        where = f"data.path is {config.data.path!r}" if config.data.path else f"the corpus {path} is not there"
+        raise ConfigError(f"{where}; it must be a text file, a folder of them, or a token file (.bin, .npy)")
+    return path, {"data.bytes": path.stat().st_size, "data.hash": _hash(path)}
+
+
+def _hash(path: Path, blocks: int = 64, block_bytes: int = 1 << 20) -> str:
+    """A hash of the size and of evenly spread blocks: the same cost for a gigabyte and a terabyte."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=8)
+    step = max(block_bytes, size // blocks)
+    with path.open("rb") as file:
+        for start in range(0, size, step):
+            file.seek(start)
+            digest.update(file.read(block_bytes))
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loader of one rank
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank on its way to the model."""
+
+    index: int  # its number in the global batch
+    tokens: torch.Tensor  # int64 [micro_batch, sequence_length + 1]
+    real: int  # the first `real` samples count, the rest is padding
+
+
+@dataclass(frozen=True)
+class _Request:
+    micro_batch: MicroBatch
+    numbers: np.ndarray
+    epochs: np.ndarray
+
+
+class _Requests(Sampler[_Request]):
+    """The micro-batches of one rank, step after step, from `consumed` samples on."""
+
+    def __init__(self, order: SampleOrder, plan: BatchPlan, rank: int, consumed: int, steps: int) -> None:
+        self.order, self.plan, self.consumed, self.steps = order, plan, consumed, steps
+        self.mine = plan.of_rank(rank)
+
+    def __iter__(self) -> Iterator[_Request]:
+        for step in range(self.steps):
+            start = self.consumed + step * self.plan.global_batch
+            for micro_batch in self.mine:
+                positions = start + np.asarray(micro_batch.positions, dtype=np.int64)
+                yield _Request(micro_batch, *self.order.at(positions))
+
+
+class _MicroBatches(Dataset[Batch]):
+    def __init__(self, samples: Samples) -> None:
+        self.source = samples
+
+    def __getitem__(self, request: _Request) -> Batch:
+        tokens = self.source.samples(request.numbers, request.epochs)
+        return Batch(request.micro_batch.index, tokens, request.micro_batch.real)
+
+
+def _as_is(batch: Batch) -> Batch:
+    return batch
+
+
+def loader(
+    samples: Samples, config: Config, plan: BatchPlan, rank: int, *, consumed: int, steps: int, seed: int, workers: int
+) -> Iterator[Sequence[Batch]]:
+    """Yield, for each of `steps` optimizer steps after `consumed` samples, the micro-batches that `rank` runs."""
+    requests = _Requests(SampleOrder(len(samples), seed), plan, rank, consumed, steps)
+    batches = iter(
+        DataLoader(
+            _MicroBatches(samples),
+            batch_size=None,
+            sampler=requests,
+            collate_fn=_as_is,
+            num_workers=workers,
+            prefetch_factor=config.data.prefetch if workers else None,
+            worker_init_fn=worker_ignore_signals,
+            persistent_workers=False,
+        )
+    )
+    for _ in range(steps):
+        yield [next(batches) for _ in range(plan.micro_batches_per_rank)]

@@ -1,0 +1,116 @@
+"""What a person watches: `metrics.jsonl` (one line per optimizer step), TensorBoard, and a progress line."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.config import Config
+from trainer.interval import format_duration
+from trainer.ledger import Records, read_ledger, read_records
+
+# Dense bf16 peak in TFLOP/s from the vendors' data sheets, by a part of the device's name; the first match counts.
+_PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "GH200": 989, "A100": 312, "L40S": 362,
+                "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "A6000": 155, "4090": 165, "3090": 71, "MI300X": 1307}  # fmt: skip
+
+
+class Metrics:
+    """Rank 0's record of training; a resumed run's TensorBoard curves drop the steps that were rewound.
+
+    Args:
+        flops_per_token: of forward and backward, for the share of the devices' peak (MFU) where that is known.
+    """
+
+    def __init__(
+        self, config: Config, attempt: int, *, first_step: int, flops_per_token: float, device: torch.device, ranks: int
+    ) -> None:
+        self.config, self.attempt = config, attempt
+        self.tokens = config.data.global_batch * config.data.sequence_length
+        self.flops_per_step = flops_per_token * self.tokens
+        self.peak = ranks * 1e12 * _peak_tflops(device)
+        self.records = Records(config.run_dir, "metrics", attempt)
+        self.board = None
+        if config.logging.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=first_step)
+        self.before = time.perf_counter()
+        self.first_step = first_step
+        self._seconds_left: float | None = None
+
+    def step(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record one optimizer step: `values` are loss, lr, grad_norm, samples, batch_hash and perhaps val_loss."""
+        now = time.perf_counter()
+        seconds, self.before = now - self.before, now
+        tokens_per_s = self.tokens / seconds
+        line = {"step": step, **values, "tokens_per_s": round(tokens_per_s, 1), "attempt": self.attempt}
+        mfu = self.flops_per_step / seconds / self.peak if self.peak else None
+        if mfu is not None:
+            line["mfu"] = round(mfu, 4)
+        self.records.write(line)
+        if self.board is not None:
+            for name in ("loss", "lr", "grad_norm", "tokens_per_s", "val_loss", "mfu"):
+                if name in line:
+                    self.board.add_scalar(name, line[name], step)
+        steps = self.config.train.steps
+        self._seconds_left = _smooth(self._seconds_left, seconds) if step > self.first_step else None
+        if step % self.config.logging.every_steps == 0 or step in (self.first_step, steps) or "val_loss" in values:
+            self._print(step, line, mfu)
+
+    def _print(self, step: int, line: Mapping[str, Any], mfu: float | None) -> None:
+        steps = self.config.train.steps
+        parts = [f"step {step:>{len(str(steps))}}/{steps}", f"loss {line['loss']:.4f}"]
+        if "val_loss" in line:
+            parts.append(f"validation {line['val_loss']:.4f}")
+        parts += [f"lr {line['lr']:.2e}", f"grad {line['grad_norm']:.2f}", f"{line['tokens_per_s']:,.0f} tokens/s"]
+        if mfu is not None:
+            parts.append(f"MFU {mfu:.0%}")
+        if self._seconds_left is not None and step < steps:
+            parts.append(f"{format_duration(round(self._seconds_left * (steps - step)))} left")
+        print("   ".join(parts), flush=True)
+
+    def pause(self) -> None:
+        """Leave out of the next step's speed what has happened since its predecessor (an evaluation)."""
+        self.before = time.perf_counter()
+
+    def flush(self) -> None:
+        """Make the lines visible to readers of the volume, where that needs an upload."""
+        self.records.upload()
+
+    def close(self) -> None:
+        self.records.close()
+        if self.board is not None:
+            self.board.close()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines that count, by step: those after which no later attempt started at a lower step."""
+    lines = sorted(read_records(run_dir, "metrics"), key=lambda line: (line["attempt"], line["step"]))
+    first: dict[int, int] = {}  # attempt -> its first step
+    for event in read_ledger(run_dir):
+        if event.get("event") == "attempt_started":
+            first[event["attempt"]] = event["step"] + 1
+    for line in lines:
+        first[line["attempt"]] = min(line["step"], first.get(line["attempt"], line["step"]))
+    ends: dict[int, float] = {}  # attempt -> the first step of it that a later attempt did again
+    end = math.inf
+    for attempt in sorted(first, reverse=True):
+        ends[attempt] = end
+        end = min(end, first[attempt])
+    return sorted((line for line in lines if line["step"] < ends[line["attempt"]]), key=lambda line: line["step"])
+
+
+def _peak_tflops(device: torch.device) -> float:
+    if device.type != "cuda":
+        return 0
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAK_TFLOPS.items() if part in name), 0)
+
+
+def _smooth(before: float | None, now: float) -> float:
+    return now if before is None else 0.9 * before + 0.1 * now

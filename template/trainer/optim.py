@@ -1,0 +1,71 @@
+"""AdamW and its learning rate, a pure function of the global step; clipping; averaged weights."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainer.config import OptimConfig
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """Learning rate of optimizer step `step` (1 … `steps`): linear warm-up, then cosine to `min_lr_share` of it."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
+    share = config.min_lr_share + (1 - config.min_lr_share) * 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * share
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW over all parameters, matrices with weight decay and vectors without.
+
+    Frozen parameters are in it too: they are passed over while they have no gradient, and a parameter that is frozen
+    or unfrozen later keeps its state.
+    """
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        fused=config.fused or None,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def clip_gradients(model: nn.Module, largest: float) -> Tensor:
+    """Scale the gradients so that their norm over all ranks is at most `largest` (0: leave them).
+
+    Returns:
+        The norm before clipping, a scalar on the device, equal on all ranks.
+    """
+    norm = nn.utils.clip_grad_norm_(model.parameters(), largest or math.inf)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+class AveragedWeights:
+    """An exponential moving average of the parameters, laid out as they are."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.parameters = dict(model.named_parameters())
+        self.averages = {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        torch._foreach_lerp_(list(self.averages.values()), list(self.parameters.values()), 1 - self.decay)

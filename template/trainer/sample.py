@@ -1,0 +1,36 @@
+"""Let a checkpoint write text, byte by byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+import torch
+
+from trainer.config import load_config
+from trainer.export import load_weights
+from trainer.model import build_model
+from trainer.outcome import ConfigError
+
+
+@torch.no_grad()
+def sample(overrides: Sequence[str], prompt: str, *, tokens: int, temperature: float, step: int | None) -> int:
+    """Print `prompt` and `tokens` bytes that the model continues it with. Returns the exit code."""
+    config = load_config(overrides)
+    if config.model.vocabulary != 256:
+        raise ConfigError(f"model.vocabulary is {config.model.vocabulary}; sample decodes bytes, so it must be 256")
+    if not prompt:
+        raise ConfigError("--prompt is empty; give the model something to continue")
+    weights, step = load_weights(config, step)
+    model = build_model(config)
+    model.load_state_dict(weights, strict=True)
+    model.eval()
+    text = list(prompt.encode())
+    for _ in range(tokens):
+        logits = model(torch.tensor([text[-config.data.sequence_length :]]))[0, -1].float()
+        if temperature == 0:
+            text.append(int(logits.argmax()))
+        else:
+            text.append(int(torch.multinomial((logits / temperature).softmax(-1), 1)))
+    click.echo(bytes(text).decode(errors="replace"))
+    return 0

@@ -1,0 +1,246 @@
+"""The training loop: to the last step, or to the step at which all ranks agree to stop.
+
+    python -m trainer train [KEY=VALUE ...]          one rank; `launch` starts as many as there are GPUs
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer import data, parallel
+from trainer.agreement import Agreed, Agreement
+from trainer.batch import BatchPlan
+from trainer.checkpoint.manager import Checkpoints
+from trainer.config import Config, fingerprint
+from trainer.ledger import Ledger
+from trainer.metrics import Metrics
+from trainer.model import build_model, flops_per_token
+from trainer.optim import AveragedWeights, build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from trainer.outcome import Reason
+from trainer.parallel import World
+from trainer.reclaim import Reclaim, Want
+from trainer.state import TrainState, seed_all
+
+
+def train(
+    config: Config, *, runtime: Path | None = None, attempt: int | None = None, accepted: Sequence[str] = ()
+) -> tuple[Reason, int]:
+    """Train from the newest complete checkpoint, or from the start where there is none.
+
+    Args:
+        runtime: directory through which the launcher of this node talks to its ranks; None without a launcher.
+        attempt: number of this start, from the launcher of node 0; None elsewhere (rank 0 tells).
+        accepted: dotted keys that may differ from the checkpoint's configuration.
+
+    Returns:
+        Why training stopped, and after which step.
+    """
+    with ExitStack() as stack:
+        reclaim = stack.enter_context(Reclaim(runtime, config.reclaim.grace_s))
+        world = stack.enter_context(parallel.join())
+        attempt = _agree_on_attempt(attempt, config, world, stack)
+        if world.is_main:
+            data.prepare_corpus(config)
+        dist.barrier(world.control)
+        samples, held_out = data.build_dataset(config)
+        state, model = build(config, world, samples)
+        plan = BatchPlan(config.data.global_batch, config.data.micro_batch, world.size)
+        ledger = Ledger(config.run_dir, attempt)
+        stack.callback(ledger.close)
+
+        checkpoints = stack.enter_context(
+            Checkpoints(config, config.run_dir, attempt, state, world.checkpoints, ledger, accepted)
+        )
+        checkpoints.resume()
+        first, last = state.step + 1, config.train.steps
+        if world.is_main:
+            ledger.record("attempt_started", world_size=world.size, step=state.step, checkpoint=checkpoints.loaded)
+        agreement = Agreement(world)
+        if first > last:
+            return Reason.FINISHED, state.step
+        if agreement.stop_now(reclaim.want()):
+            return reclaim_reason(reclaim), state.step
+        metrics = stack.enter_context(_metrics(config, attempt, first, model, world))
+        record = _Recorder(config, metrics, data.SampleOrder(len(samples), config.data.seed))
+        batches = data.loader(
+            samples, config, plan, world.rank,
+            consumed=state.samples, steps=last - state.step, seed=config.data.seed, workers=config.data.workers,
+        )  # fmt: skip
+
+        for step in range(first, last + 1):
+            loss = accumulate(model, next(batches), config, world, step)
+            checkpoints.before_optimizer_step()
+            grad_norm = update(state, config, step)
+            state.step, state.samples = step, state.samples + config.data.global_batch
+
+            agreed = agreement.exchange(
+                step, loss, grad_norm,
+                want=reclaim.want(),
+                save_due=world.is_main and checkpoints.due(step + agreement.lag),
+                **checkpoints.status(),
+            )  # fmt: skip
+            now = agreed[-1] if agreed else Agreed.nothing(step)
+            stop = now.want >= Want.STOP or step == last
+            evaluate_now = config.train.eval_every_steps and step % config.train.eval_every_steps == 0
+            save = now.save_due or now.want == Want.SAVE or (stop and now.want != Want.STOP_UNSAVED) or step == last
+            if save or stop or evaluate_now:
+                agreed += agreement.drain()
+            val_loss = evaluate(model, held_out, config, world) if evaluate_now and now.want < Want.STOP else None
+            for one in agreed:
+                record(one, val_loss if one.step == step else None)
+            checkpoints.settle(now.save_done, now.save_failed)
+            if save:
+                checkpoints.save(step, state.samples)
+            if stop:
+                checkpoints.finish()
+                break
+    if step == last:
+        return Reason.FINISHED, step
+    return reclaim_reason(reclaim), step
+
+
+def reclaim_reason(reclaim: Reclaim) -> Reason:
+    """A person's Ctrl-C, or the platform."""
+    return Reason.INTERRUPTED if reclaim.interrupted else Reason.RECLAIMED
+
+
+def build(config: Config, world: World, samples: data.Samples) -> tuple[TrainState, nn.Module]:
+    """Model, optimizer and averaged weights, laid out over the ranks and seeded alike on all of them."""
+    seed_all(data.derive_seed("start", config.data.seed))
+    model = parallel.distribute(build_model(config), config, world)
+    plain = parallel.unwrap(model)
+    seed_all(data.derive_seed("start", config.data.seed, world.rank))  # streams of the ranks' own
+    state = TrainState(
+        plain,
+        build_optimizer(plain, config.optim),
+        AveragedWeights(plain, config.optim.ema_decay) if config.optim.ema_decay else None,
+        rank=world.rank,
+        seed=config.data.seed,
+        fingerprint=fingerprint(config) | samples.identity,
+    )
+    return state, model
+
+
+def accumulate(model: nn.Module, batches: Sequence[data.Batch], config: Config, world: World, step: int) -> Tensor:
+    """Forward and backward of this rank's micro-batches of optimizer step `step`.
+
+    The ranks' gradients are averaged, so each rank's loss is its summed loss · world size / tokens of the global
+    batch: the gradient is that of the mean over the global batch, however it was dealt.
+
+    Returns:
+        This rank's share of that mean loss, a scalar on the device; the shares add up to it.
+    """
+    total = torch.zeros((), dtype=torch.float32, device=world.device)
+    tokens = config.data.global_batch * config.data.sequence_length
+    model.train()
+    for number, batch in enumerate(batches, start=1):
+        with (
+            parallel.accumulating(model, last=number == len(batches)),
+            seeded(data.derive_seed("dropout", config.data.seed, step, batch.index), world.device),
+        ):
+            share = summed_loss(model, batch, config, world) / tokens
+            (share * world.size).backward()
+        total += share.detach()
+    return total
+
+
+def summed_loss(model: nn.Module, batch: data.Batch, config: Config, world: World) -> Tensor:
+    """Cross-entropy summed over the samples of the micro-batch that count; a scalar in fp32."""
+    tokens = batch.tokens.to(world.device, non_blocking=True)
+    dtype = parallel.compute_dtype(config, world.device)
+    autocast = config.parallel.strategy == "ddp" and dtype != torch.float32  # FSDP casts by its own policy
+    with torch.autocast(world.device.type, dtype=dtype, enabled=autocast):
+        logits = model(tokens[:, :-1])
+    losses = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    losses = losses.view(len(tokens), -1)
+    counts = torch.arange(len(tokens), device=world.device)[:, None] < batch.real
+    return torch.where(counts, losses, 0.0).sum()
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw from generators seeded with `seed` inside; the streams outside go on as if nothing had happened."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
+        torch.manual_seed(seed)
+        yield
+
+
+def update(state: TrainState, config: Config, step: int) -> Tensor:
+    """One optimizer step. Returns the norm of the gradient before clipping, equal on all ranks."""
+    norm = clip_gradients(state.model, config.optim.gradient_clip)
+    set_learning_rate(state.optimizer, learning_rate(config.optim, step, config.train.steps))
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    if state.averages is not None:
+        state.averages.update()
+    return norm
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, held_out: data.Samples, config: Config, world: World) -> float:
+    """Mean loss per token over the first `train.eval_batches` global batches of the held-out samples."""
+    size = min(config.data.global_batch, len(held_out))
+    plan = BatchPlan(size, config.data.micro_batch, world.size)
+    rounds = max(1, min(config.train.eval_batches, len(held_out) // size))
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    model.eval()
+    batches = data.loader(held_out, config, plan, world.rank, consumed=0, steps=rounds, seed=0, workers=0)
+    for batch in itertools.chain.from_iterable(batches):
+        total += summed_loss(model, batch, config, world)
+    dist.all_reduce(total)
+    return total.item() / (rounds * size * config.data.sequence_length)
+
+
+class _Recorder:
+    """Turns what was agreed on into lines of the metrics; does nothing on ranks other than 0."""
+
+    def __init__(self, config: Config, metrics: Metrics | None, order: data.SampleOrder) -> None:
+        self.config, self.metrics, self.order = config, metrics, order
+
+    def __call__(self, agreed: Agreed, val_loss: float | None) -> None:
+        if self.metrics is None:
+            return
+        batch, step = self.config.data.global_batch, agreed.step
+        numbers, _ = self.order.global_batch((step - 1) * batch, batch)
+        values = {
+            "loss": agreed.loss,
+            "lr": learning_rate(self.config.optim, step, self.config.train.steps),
+            "grad_norm": agreed.grad_norm,
+            "samples": step * batch,
+            "batch_hash": data.batch_hash(numbers),
+        }
+        self.metrics.step(step, values if val_loss is None else values | {"val_loss": val_loss})
+
+
+@contextmanager
+def _metrics(config: Config, attempt: int, first: int, model: nn.Module, world: World) -> Iterator[Metrics | None]:
+    if not world.is_main:
+        yield None
+        return
+    flops = flops_per_token(parallel.unwrap(model), config)
+    metrics = Metrics(config, attempt, first_step=first, flops_per_token=flops, device=world.device, ranks=world.size)
+    try:
+        yield metrics
+    finally:
+        metrics.close()
+
+
+def _agree_on_attempt(attempt: int | None, config: Config, world: World, stack: ExitStack) -> int:
+    """Rank 0's number of this start, on all ranks; without a launcher rank 0 takes the run's lease itself."""
+    if world.is_main and attempt is None:
+        from trainer.checkpoint.lease import Lease
+
+        lease = Lease.acquire(config.run_dir)
+        stack.callback(lease.release)
+        attempt = lease.next_epoch()
+    agreed = torch.tensor([attempt or 0])
+    dist.broadcast(agreed, src=0, group=world.control)
+    return int(agreed)
