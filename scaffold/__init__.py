@@ -1,0 +1,1 @@
+"""`scaffold`: PyTorch training repos in which losing the GPU is routine."""

@@ -1,0 +1,114 @@
+"""`scaffold update`: Copier's update where git's settings cannot trip it, with its conflicts listed.
+
+Whatever goes wrong on the way, the project is put back as it was: an update only begins in a clean project.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from scaffold.git import GitError, git, isolate, require_git, succeeds
+from scaffold.source import relink
+
+ANSWERS = ".copier-answers.yml"
+
+
+def run(project: Path) -> None:
+    """Update the project. Raises `click.ClickException` (exit 1), also when conflicts are left."""
+    try:
+        require_git()
+        isolate()
+        relink()
+        _require_clean(project)
+        answers = read_answers(project)
+        newest = _newest(answers)
+    except GitError as error:
+        raise click.ClickException(str(error)) from error
+
+    from copier import run_update
+
+    from scaffold.render import one_line_errors
+
+    before = answers["_commit"]
+    try:
+        with one_line_errors():
+            run_update(project, vcs_ref=newest, overwrite=True, quiet=True, unsafe=False)
+    except (click.ClickException, click.Abort):
+        _put_back(project)
+        raise
+    conflicts = unresolved(project)
+    changed = git("status", "--porcelain", "--", ".", cwd=project).splitlines()
+    removed = git("diff", "--name-only", "--diff-filter=D", "--relative", "HEAD", "--", ".", cwd=project).splitlines()
+    after = read_answers(project)["_commit"]
+    if not changed:
+        click.echo(f"{project} is up to date: template {after}")
+        return
+    click.echo(f"{project}: template {before} -> {after}, {len(changed)} files changed")
+    for name in removed:
+        click.echo(f"  removed by the template: {name} (its last content is in git)")
+    if conflicts:
+        raise click.ClickException(
+            f"{len(conflicts)} {'file has' if len(conflicts) == 1 else 'files have'} conflicts: {', '.join(conflicts)}; "
+            "resolve the marked places, then `git add` and commit"
+        )
+    click.echo("Look at it with `git diff`, then commit it.")
+
+
+def read_answers(project: Path) -> dict[str, object]:
+    """The project's answers file; raises `click.ClickException` if Copier could not update from it."""
+    import yaml
+
+    file = project / ANSWERS
+    if not project.is_dir():
+        raise click.ClickException(f"{project} is not a folder")
+    try:
+        answers = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise click.ClickException(f"{project} was not made by `scaffold new`: it has no {ANSWERS}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise click.ClickException(
+            f"{file} cannot be read ({' '.join(str(error).split())}): `git log -p {ANSWERS}` has its earlier content"
+        ) from error
+    if not isinstance(answers, dict):
+        raise click.ClickException(f"{file} holds no answers: `git log -p {ANSWERS}` has its earlier content")
+    for key in ("_commit", "_src_path"):
+        if not isinstance(answers.get(key), str):
+            raise click.ClickException(
+                f"{file} has no {key}, so Copier cannot tell what the project was made from: "
+                f"`git log -p {ANSWERS}` has its earlier content"
+            )
+    return answers
+
+
+def unresolved(project: Path) -> list[str]:
+    """Files with conflicts: unmerged in git's index, or with rejected hunks beside them."""
+    unmerged = git("diff", "--name-only", "--diff-filter=U", "--relative", "--", ".", cwd=project).splitlines()
+    rejected = git("ls-files", "--others", "--", "*.rej", cwd=project).splitlines()
+    return sorted({*unmerged, *rejected})
+
+
+def _require_clean(project: Path) -> None:
+    if not project.is_dir():
+        raise click.ClickException(f"{project} is not a folder")
+    if not succeeds("rev-parse", "--is-inside-work-tree", cwd=project):
+        raise GitError(f"{project} is not in a git repository that git trusts: `git init`, add and commit it first")
+    if unresolved(project):
+        raise GitError(f"{project} has unresolved conflicts: {', '.join(unresolved(project))}")
+    if git("status", "--porcelain", "--", ".", cwd=project):
+        raise GitError(f"{project} has uncommitted changes or new files: commit or stash them, then update")
+
+
+def _newest(answers: dict[str, object]) -> str | None:
+    """The commit to update to where Copier's own choice would be the word HEAD with uncommitted changes mixed in."""
+    source = Path(str(answers["_src_path"])).expanduser()
+    if not source.is_dir() or git("tag", cwd=source):
+        return None
+    return git("rev-parse", "HEAD", cwd=source)
+
+
+def _put_back(project: Path) -> None:
+    """Undo what a failed update had done; there was nothing uncommitted before it."""
+    git("restore", "--source=HEAD", "--staged", "--worktree", "--", ".", cwd=project)
+    git("clean", "-d", "--force", "--quiet", "--", ".", cwd=project)
