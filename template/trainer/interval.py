@@ -256,8 +256,8 @@ def _refusal(
     mtbi_needed_s = least / target
     if restart_time_s >= mtbi_s:
         return (
-            f"no interval fits: an interruption every {format_duration(mtbi_s)} (MTBI) and {format_duration(restart_time_s)} "
-            f"to restart leave no time to train; the MTBI would have to be "
+            f"no interval fits: an interruption every {format_duration(mtbi_s)} (MTBI) and "
+            f"{format_duration(restart_time_s)} to restart leave no time to train; the MTBI would have to be "
             f"{format_duration(_rounded_up(max(mtbi_needed_s, restart_time_s * 1.01)))} or more"
         )
     ways = [f"MTBI {format_duration(_rounded_up(mtbi_needed_s))} or more"]
