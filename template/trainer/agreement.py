@@ -55,7 +55,7 @@ class Agreement:
         save_done: bool,
         save_failed: bool,
     ) -> list[Agreed]:
-        """Sum the numbers of `step` over the ranks; return those that are ready to be read (of step − lag).
+        """Sum the numbers of `step` over the ranks; return those that are ready to be read (of step - lag).
 
         Args:
             loss: this rank's share of the mean loss, a scalar; the shares add up to the mean.

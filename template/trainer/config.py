@@ -406,7 +406,7 @@ def _read(path: Path, shown: Path, sections: tuple[str, ...]) -> dict[str, Any]:
 def _known(key: str, where: str) -> None:
     import difflib
 
-    section, _, name = key.partition(".")
+    section = key.partition(".")[0]
     every = [f"{one}.{each.name}" for one, kind in SECTIONS.items() for each in dataclasses.fields(kind)]
     if key in every:
         return

@@ -15,8 +15,10 @@ from trainer.interval import format_duration
 from trainer.ledger import Records, read_ledger, read_records
 
 # Dense bf16 peak in TFLOP/s from the vendors' data sheets, by a part of the device's name; the first match counts.
-_PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "GH200": 989, "A100": 312, "L40S": 362,
-                "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "A6000": 155, "4090": 165, "3090": 71, "MI300X": 1307}  # fmt: skip
+_PEAK_TFLOPS = {
+    "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L40": 181,
+    "L4": 121, "A10G": 70, "A10": 125, "A6000": 155, "4090": 165, "3090": 71, "MI300X": 1307,
+}  # fmt: skip
 
 
 class Metrics:

@@ -1,7 +1,7 @@
 """A small modern decoder-only transformer: RoPE, RMSNorm, SwiGLU, tied embeddings.
 
 `build_model` is the place to put your own: any module whose forward takes tokens [batch, sequence] and returns logits
-[batch, sequence, vocabulary]. Give it `blocks` (a ModuleList) and they are sharded, compiled and re-computed one by one.
+[batch, sequence, vocabulary]. Give it `blocks` (a ModuleList) and they are sharded and compiled one by one.
 """
 
 from __future__ import annotations

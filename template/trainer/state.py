@@ -124,7 +124,7 @@ def seed_all(seed: int) -> None:
 
 def _rng_state() -> dict[str, Tensor]:
     """The states of this rank's generators as plain tensors, so that loading them unpickles nothing."""
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
+    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
     version, words, next_gauss = random.getstate()
     state = {
         "torch": torch.get_rng_state(),

@@ -1,6 +1,6 @@
 """The training loop: to the last step, or to the step at which all ranks agree to stop.
 
-    python -m trainer train [KEY=VALUE ...]          one rank; `launch` starts as many as there are GPUs
+`python -m trainer train [KEY=VALUE ...]` is one rank; `launch` starts as many as there are GPUs.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def train(
         world = stack.enter_context(parallel.join())
         attempt = _agree_on_attempt(attempt, config, world, stack)
         if world.is_main:
+            config.run_dir.mkdir(parents=True, exist_ok=True)
             data.prepare_corpus(config)
         dist.barrier(world.control)
         samples, held_out = data.build_dataset(config)
