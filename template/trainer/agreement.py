@@ -61,9 +61,9 @@ class Agreement:
             loss: this rank's share of the mean loss, a scalar; the shares add up to the mean.
             grad_norm: of the whole gradient, equal on all ranks.
         """
-        flags = [want >= Want.SAVE, want >= Want.STOP, want >= Want.STOP_UNSAVED]
-        flags += [self.world.is_main and save_due, save_done, save_failed]
-        flags = torch.tensor([float(flag) for flag in flags], dtype=torch.float64)
+        bits = [want >= Want.SAVE, want >= Want.STOP, want >= Want.STOP_UNSAVED]
+        bits += [self.world.is_main and save_due, save_done, save_failed]
+        flags = torch.tensor(bits, dtype=torch.float64)
         numbers = torch.stack((loss.detach().double(), grad_norm.detach().double() / self.world.size))
         device = "cpu" if self.lag == 0 else self.world.device
         vector = torch.cat((numbers.to(device), flags.to(device, non_blocking=True)))

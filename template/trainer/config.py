@@ -339,8 +339,8 @@ def load_config(overrides: Iterable[str] = (), project: Path = PROJECT) -> Confi
         ConfigError: one line naming the file (or the command line), the key, the value and what would be right.
     """
     values: dict[str, tuple[Any, str]] = {}  # dotted key -> (raw value, where it stands)
-    for file, sections in FILE_SECTIONS.items():
-        for key, value in _read(project / file, file, sections).items():
+    for file, names in FILE_SECTIONS.items():
+        for key, value in _read(project / file, file, names).items():
             values[key] = (value, str(file))
     given = set()
     for override in overrides:

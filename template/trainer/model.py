@@ -81,6 +81,8 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width)
+        self.cos: Tensor
+        self.sin: Tensor
         half = config.width // config.heads // 2
         frequencies = config.rope_base ** (-torch.arange(half, dtype=torch.float32) / half)
         angles = torch.outer(torch.arange(sequence_length, dtype=torch.float32), frequencies)

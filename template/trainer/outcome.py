@@ -10,6 +10,7 @@ import enum
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 FINISHED = 0
 RECLAIMED = 75  # EX_TEMPFAIL: state saved, start me again
@@ -45,7 +46,7 @@ def write_status(runtime: Path | None, rank: int, reason: Reason, step: int, mes
     temporary.replace(path)
 
 
-def read_statuses(runtime: Path) -> list[dict]:
+def read_statuses(runtime: Path) -> list[dict[str, Any]]:
     """The status of every rank of this node that wrote one, by rank."""
     found = [json.loads(path.read_text()) for path in runtime.glob("status_*.json")]
     return sorted(found, key=lambda status: status["rank"])

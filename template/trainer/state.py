@@ -37,7 +37,7 @@ class TrainState:
         self.model, self.optimizer, self.averages = model, optimizer, averages
         self.rank, self.seed, self.fingerprint = rank, seed, fingerprint
         self.step = self.samples = 0
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._loading: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def seed_all(seed: int) -> None:
 
 def _rng_state() -> dict[str, Tensor]:
     """The states of this rank's generators as plain tensors, so that loading them unpickles nothing."""
-    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
+    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, next_gauss = random.getstate()
     state = {
         "torch": torch.get_rng_state(),
