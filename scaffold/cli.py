@@ -14,7 +14,7 @@ _FOLDER = click.Path(path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-class _Parsed(click.ParamType):
+class _Parsed(click.ParamType):  # type: ignore[type-arg]
     """A duration or a share, parsed by the template's calculator."""
 
     def __init__(self, name: str) -> None:
@@ -94,9 +94,8 @@ def interval(
         raise click.UsageError("give either --mtbi or --interruptions")
     if plot is not None and plot.suffix.lower() not in (".png", ".svg"):
         raise click.BadParameter(f"{plot} must end in .png or .svg", param_hint="--plot")
-    from scaffold.interval import calculator
+    from scaffold.interval import calculator, table
     from scaffold.interval import plot as draw
-    from scaffold.interval import table
 
     try:
         if mtbi is None:

@@ -53,7 +53,12 @@ def git(*arguments: str, cwd: Path, stdin: str | None = None) -> str:
     """Run git in `cwd` and return what it printed, stripped; raises `GitError` with the last line it complained in."""
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=cwd, input=stdin, capture_output=True, text=True, errors="surrogateescape"
+            ["git", "-c", "core.quotePath=false", *arguments],
+            cwd=cwd,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
         )
     except OSError as error:
         raise GitError(f"git {arguments[0]} could not be run in {cwd}: {error.strerror}") from error

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 else:
     calculator = _load()
 
+__all__ = ["calculator", "from_answers", "plot", "table"]
+
 _TIMES = ("mtbi", "step_time", "save_time", "save_stall", "restart_time")
 
 
@@ -36,9 +38,10 @@ def from_answers(answers: Mapping[str, Any]) -> Interval | None:
     """The interval of a project's answers; None for a template that does not ask for it. Raises `IntervalError`."""
     if not {*_TIMES, "badput_target"} <= answers.keys():
         return None
-    times = (calculator.parse_duration(str(answers[key])) for key in _TIMES)
-    target = calculator.parse_share(str(answers["badput_target"]))
-    return calculator.compute_interval(*times, badput_target=target)
+    mtbi, step, save, stall, restart = (calculator.parse_duration(str(answers[key])) for key in _TIMES)
+    return calculator.compute_interval(
+        mtbi, step, save, stall, restart, calculator.parse_share(str(answers["badput_target"]))
+    )
 
 
 def table(interval: Interval) -> str:
@@ -65,9 +68,9 @@ def table(interval: Interval) -> str:
             f"  {name:<8} {count:>{width},} steps  {duration(_rounded(count * interval.step_time_s)):<10} {why}"
             for name, count, why in rows
         ),
-        f"  expected badput {_percent(interval.badput)} (saves and lost work; target {_percent(interval.badput_target)})"
-        f" + stalls {_percent(interval.badput_stall)} + restarts {_percent(interval.badput_restart)}"
-        f" = {_percent(interval.badput_total)}",
+        f"  expected badput {_percent(interval.badput)} from saves and lost work (target "
+        f"{_percent(interval.badput_target)}), {_percent(interval.badput_total)} with stalls "
+        f"({_percent(interval.badput_stall)}) and restarts ({_percent(interval.badput_restart)})",
     ]
     return "\n".join(lines)
 

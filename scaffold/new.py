@@ -159,7 +159,8 @@ def _move(staging: Path, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         staging.rename(target)
         return
-    for child in staging.iterdir():  # into an empty folder that was there: it may be a mount, or somebody's shell is in it
+    # The empty folder that was there stays: it may be a mount, or somebody's shell is in it.
+    for child in staging.iterdir():
         child.rename(target / child.name)
 
 
@@ -196,7 +197,7 @@ def _name_the_question(error: Exception, given: Mapping[str, Any]) -> None:
 def _require_updatable(rendered: Rendered, source: Source) -> None:
     if not rendered.commit:
         raise click.ClickException(
-            f"git cannot tell the commit of the template {source.url} (who owns it?), so the project could not be updated"
+            f"git cannot tell the commit of the template {source.url} (who owns it?): the project could not be updated"
         )
 
 

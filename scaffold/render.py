@@ -81,7 +81,7 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt as error:  # Copier's own interrupt is one
         raise click.Abort from error
     except InteractiveSessionError as error:
-        raise click.UsageError("there is no terminal to ask on: pass --defaults, with -d KEY=VALUE as needed") from error
+        raise click.UsageError(f"there is no terminal to ask on: {error}") from error
     except (CopierError, TemplateError, yaml.YAMLError, ValueError, TypeError, OSError) as error:
         raise click.ClickException(reason(error)) from error
 

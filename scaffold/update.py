@@ -23,7 +23,7 @@ def run(project: Path) -> None:
         relink()
         _require_clean(project)
         answers = read_answers(project)
-        newest = _newest(answers)
+        newest = newest_commit(str(answers["_src_path"]))
     except GitError as error:
         raise click.ClickException(str(error)) from error
 
@@ -50,8 +50,7 @@ def run(project: Path) -> None:
         click.echo(f"  removed by the template: {name} (its last content is in git)")
     if conflicts:
         raise click.ClickException(
-            f"{len(conflicts)} {'file has' if len(conflicts) == 1 else 'files have'} conflicts: {', '.join(conflicts)}; "
-            "resolve the marked places, then `git add` and commit"
+            f"conflicts in {', '.join(conflicts)}: resolve the marked places, then `git add` and commit"
         )
     click.echo("Look at it with `git diff`, then commit it.")
 
@@ -100,9 +99,9 @@ def _require_clean(project: Path) -> None:
         raise GitError(f"{project} has uncommitted changes or new files: commit or stash them, then update")
 
 
-def _newest(answers: dict[str, object]) -> str | None:
+def newest_commit(url: str) -> str | None:
     """The commit to update to where Copier's own choice would be the word HEAD with uncommitted changes mixed in."""
-    source = Path(str(answers["_src_path"])).expanduser()
+    source = Path(url).expanduser()
     if not source.is_dir() or git("tag", cwd=source):
         return None
     return git("rev-parse", "HEAD", cwd=source)
