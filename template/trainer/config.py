@@ -51,7 +51,7 @@ class ModelConfig:
     """The decoder-only transformer of `model.py`."""
 
     layers: int = 4
-    width: int = 256
+    width: int = 128
     heads: int = 4
     vocabulary: int = 256  # bytes; set it to your tokenizer's size with a token file
     feed_forward: int = 0  # hidden width; 0: 8/3 of the width, rounded up to a multiple of 64
@@ -93,9 +93,9 @@ class DataConfig:
 class OptimConfig:
     """AdamW and the learning-rate schedule of `optim.py`, both functions of the global step."""
 
-    lr: float = 1e-3
+    lr: float = 3e-3
     min_lr_share: float = 0.1  # of lr, reached at the last step
-    warmup_steps: int = 100
+    warmup_steps: int = 40
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
@@ -120,8 +120,8 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on accelerators
     compile: bool = False
     activation_checkpointing: bool = False
-    eval_every_steps: int = 200  # 0: never
-    eval_batches: int = 4  # global batches per evaluation
+    eval_every_steps: int = 50  # 0: never
+    eval_batches: int = 2  # global batches per evaluation
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "steps", "eval_batches")
