@@ -2,18 +2,20 @@
 
 A rank may be told to stop, or see its save fail, at another moment than its peers. Nothing of that is acted on before
 it has been summed over all ranks. On accelerators the sum is read one step late (`lag`), so that no step waits for
-the host; on CPUs at once.
+the host; on CPUs at once. What was agreed on in step s is acted on in step s + lag, also where it had to be read
+earlier (before a save, whose step must be in the metrics by then).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.data import batch_hash
 from trainer.parallel import World
 from trainer.reclaim import Want
 
@@ -25,15 +27,11 @@ class Agreed:
     step: int
     loss: float  # mean over the global batch
     grad_norm: float
+    batch_hash: str  # of the samples that the ranks ran
     want: Want  # the strongest request of any rank
     save_due: bool  # rank 0's interval says: save after step `step` + lag
     save_done: bool  # on every rank
     save_failed: bool  # on any rank
-
-    @classmethod
-    def nothing(cls, step: int) -> Agreed:
-        """What is known of a step whose numbers are still under way."""
-        return cls(step, float("nan"), float("nan"), Want.NOTHING, False, False, False)
 
 
 class Agreement:
@@ -43,51 +41,80 @@ class Agreement:
         self.world = world
         self.lag = 0 if world.device.type == "cpu" else 1
         self._pending: deque[tuple[int, Tensor, dist.Work | None]] = deque()
+        self._unrecorded: list[Agreed] = []
+        self._to_act_on: dict[int, Agreed] = {}
+
+    def begin(self, first: int, *, want: Want, save_due: bool) -> bool:
+        """Before step `first`: whether any rank has been asked to stop.
+
+        Args:
+            save_due: rank 0's interval says: save after step `first`.
+        """
+        asked = torch.tensor([want >= Want.STOP, self.world.is_main and save_due], dtype=torch.int32)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.world.control)
+        stop, due = map(bool, asked.tolist())
+        self._to_act_on[first - 1] = replace(_nothing(first - 1), save_due=due)
+        return stop
 
     def exchange(
         self,
         step: int,
         loss: Tensor,
         grad_norm: Tensor,
+        witness: tuple[int, int],
         *,
         want: Want,
         save_due: bool,
         save_done: bool,
         save_failed: bool,
-    ) -> list[Agreed]:
-        """Sum the numbers of `step` over the ranks; return those that are ready to be read (of step - lag).
+    ) -> Agreed:
+        """Sum the numbers of `step` over the ranks; return what is to be acted on now: that of step - lag.
 
         Args:
             loss: this rank's share of the mean loss, a scalar; the shares add up to the mean.
             grad_norm: of the whole gradient, equal on all ranks.
+            witness: of this rank's samples (see `data.witness`).
+            save_due: rank 0's interval says: save after step `step` + lag.
         """
-        bits = [want >= Want.SAVE, want >= Want.STOP, want >= Want.STOP_UNSAVED]
-        bits += [self.world.is_main and save_due, save_done, save_failed]
-        flags = torch.tensor(bits, dtype=torch.float64)
+        flags = [want >= Want.SAVE, want >= Want.STOP, want >= Want.STOP_UNSAVED]
+        flags += [self.world.is_main and save_due, save_done, save_failed]
+        host = torch.tensor([*map(float, witness), *map(float, flags)], dtype=torch.float64)
         numbers = torch.stack((loss.detach().double(), grad_norm.detach().double() / self.world.size))
         device = "cpu" if self.lag == 0 else self.world.device
-        vector = torch.cat((numbers.to(device), flags.to(device, non_blocking=True)))
+        vector = torch.cat((numbers.to(device), host.to(device, non_blocking=True)))
         group = self.world.control if self.lag == 0 else None
         self._pending.append((step, vector, dist.all_reduce(vector, group=group, async_op=self.lag > 0)))
-        ready = []
         while len(self._pending) > self.lag:
-            ready.append(self._read())
+            self._read()
+        self._to_act_on.pop(step - self.lag - 1, None)
+        return self._to_act_on.get(step - self.lag) or _nothing(step - self.lag)
+
+    def drain(self) -> None:
+        """Read what is still under way, up to the newest step.
+
+        Of that, nothing is acted on that a save may change meanwhile: whether one is done is asked again anyway.
+        """
+        while self._pending:
+            newest = self._read()
+            self._to_act_on[newest.step] = replace(newest, save_done=False, save_failed=False)
+
+    def to_record(self) -> list[Agreed]:
+        """Every step that was read since the last call, each once."""
+        ready, self._unrecorded = self._unrecorded, []
         return ready
-
-    def stop_now(self, want: Want) -> bool:
-        """Whether any rank has been asked to stop, before the first step."""
-        asked = torch.tensor([want >= Want.STOP], dtype=torch.int32)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.world.control)
-        return bool(asked)
-
-    def drain(self) -> list[Agreed]:
-        """Read what is still under way, up to the newest step."""
-        return [self._read() for _ in range(len(self._pending))]
 
     def _read(self) -> Agreed:
         step, vector, work = self._pending.popleft()
         if work is not None:
             work.wait()
-        loss, norm, save, stop, unsaved, due, done, failed = vector.tolist()
+        loss, norm, high, low, save, stop, unsaved, due, done, failed = vector.tolist()
         want = Want.STOP_UNSAVED if unsaved else Want.STOP if stop else Want.SAVE if save else Want.NOTHING
-        return Agreed(step, loss, norm, want, due > 0, round(done) == self.world.size, failed > 0)
+        done_everywhere = round(done) == self.world.size
+        agreed = Agreed(step, loss, norm, batch_hash(high, low), want, due > 0, done_everywhere, failed > 0)
+        self._unrecorded.append(agreed)
+        self._to_act_on[step] = agreed
+        return agreed
+
+
+def _nothing(step: int) -> Agreed:
+    return Agreed(step, float("nan"), float("nan"), "", Want.NOTHING, False, False, False)

@@ -57,7 +57,8 @@ def _mix(value: np.ndarray) -> np.ndarray:
     """The finaliser of splitmix64 (Steele et al. 2014), elementwise on uint64."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
+    out: np.ndarray = value ^ (value >> np.uint64(31))
+    return out
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -88,9 +89,20 @@ class SampleOrder:
         return self.at(np.arange(consumed, consumed + size, dtype=np.int64))
 
 
-def batch_hash(numbers: np.ndarray) -> str:
-    """A short name for a global batch: equal for equal sample numbers in equal order."""
-    return hashlib.blake2b(np.ascontiguousarray(numbers, dtype="<i8").tobytes(), digest_size=8).hexdigest()
+def witness(positions: np.ndarray, numbers: np.ndarray) -> tuple[int, int]:
+    """What was run, in two numbers that can be added up over micro-batches and ranks, in any order.
+
+    Args:
+        positions: in the global batch, int64 [n].
+        numbers: the samples there, int64 [n].
+    """
+    mixed = _mix(_mix(numbers.astype(np.uint64)) + positions.astype(np.uint64))
+    return int((mixed >> np.uint64(32)).sum()), int((mixed & np.uint64(0xFFFFFFFF)).sum())
+
+
+def batch_hash(high: float, low: float) -> str:
+    """Name of a global batch from the sums of `witness`: equal for the same samples in the same places."""
+    return f"{int(high) % 2**32:08x}{int(low) % 2**32:08x}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,6 +246,7 @@ class Batch:
     index: int  # its number in the global batch
     tokens: torch.Tensor  # int64 [micro_batch, sequence_length + 1]
     real: int  # the first `real` samples count, the rest is padding
+    witness: tuple[int, int]  # of the samples that count
 
 
 @dataclass(frozen=True)
@@ -263,8 +276,10 @@ class _MicroBatches(Dataset[Batch]):
         self.source = samples
 
     def __getitem__(self, request: _Request) -> Batch:
+        mine = request.micro_batch
         tokens = self.source.samples(request.numbers, request.epochs)
-        return Batch(request.micro_batch.index, tokens, request.micro_batch.real)
+        ran = witness(np.asarray(mine.positions[: mine.real], dtype=np.int64), request.numbers[: mine.real])
+        return Batch(mine.index, tokens, mine.real, ran)
 
 
 def _as_is(batch: Any) -> Any:
@@ -274,7 +289,10 @@ def _as_is(batch: Any) -> Any:
 def loader(
     samples: Samples, config: Config, plan: BatchPlan, rank: int, *, consumed: int, steps: int, seed: int, workers: int
 ) -> Iterator[Sequence[Batch]]:
-    """Yield, for each of `steps` optimizer steps after `consumed` samples, the micro-batches that `rank` runs."""
+    """Yield, for each of `steps` optimizer steps after `consumed` samples, the micro-batches that `rank` runs.
+
+    Its workers' seeds come from a generator of its own: a loader takes nothing from the streams of the user's code.
+    """
     requests = _Requests(SampleOrder(len(samples), seed), plan, rank, consumed, steps)
     batches = iter(
         DataLoader(
@@ -285,7 +303,8 @@ def loader(
             num_workers=workers,
             prefetch_factor=config.data.prefetch if workers else None,
             worker_init_fn=worker_ignore_signals,
-            persistent_workers=False,
+            generator=torch.Generator().manual_seed(derive_seed("loader", seed, rank, consumed)),
+            multiprocessing_context="fork" if workers else None,  # else the token file would be pickled
         )
     )
     for _ in range(steps):

@@ -34,7 +34,8 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
         )
-        return self.out(y.transpose(1, 2).reshape(batch, sequence, width))
+        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, sequence, width))
+        return out
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -53,7 +54,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
 
 
 class Block(nn.Module):
@@ -69,7 +71,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
-        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        out: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        return out
 
 
 class Transformer(nn.Module):

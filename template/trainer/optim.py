@@ -67,5 +67,10 @@ class AveragedWeights:
         self.averages = {name: p.detach().clone() for name, p in self.parameters.items()}
 
     @torch.no_grad()
+    def restart(self) -> None:
+        """Average from here on: the parameters as they are."""
+        torch._foreach_copy_(list(self.averages.values()), list(self.parameters.values()))
+
+    @torch.no_grad()
     def update(self) -> None:
         torch._foreach_lerp_(list(self.averages.values()), list(self.parameters.values()), 1 - self.decay)

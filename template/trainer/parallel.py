@@ -91,7 +91,7 @@ def mesh_of(config: Config, world: World) -> DeviceMesh:
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     """What forward and backward run in: fp32 on CPUs and bf16 on accelerators that have it, unless configured."""
     if config.train.dtype != "auto":
-        return getattr(torch, config.train.dtype)
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.train.dtype]
     return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
 
 

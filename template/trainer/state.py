@@ -40,41 +40,55 @@ class TrainState:
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._loading: dict[str, Any] = {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Flat `{name: tensor}`, the tensors being the live ones: a save has to copy them before the next update."""
-        state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+    def state_dict(self) -> dict[str, Tensor]:
+        """Flat `{name: tensor}`; parameters and optimizer state are the live ones, for a save to copy before the next
+        update. Buffers are copies: a forward pass may change them."""
+        state = self._live()
+        parameters = {f"model.{name}" for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        state = {
+            name: value.clone() if name.startswith("model.") and name not in parameters else value
+            for name, value in state.items()
+        }
         for parameter, values in self.optimizer.state.items():
             for name, value in values.items():
                 state[f"optim.{self.names[parameter]}.{name}"] = value
-        if self.averages is not None:
-            state |= {f"ema.{name}": tensor for name, tensor in self.averages.averages.items()}
-        state["progress.step"] = torch.tensor(self.step)
-        state["progress.samples"] = torch.tensor(self.samples)
-        state["progress.seed"] = torch.tensor(self.seed)
         state |= {f"rng.rank{self.rank}.{name}": tensor for name, tensor in _rng_state().items()}
         return state
 
-    def target(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """What to load into: `saved` gives the names in the checkpoint and each one's shape (any value with `.size`).
+    def _live(self) -> dict[str, Tensor]:
+        state = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        if self.averages is not None:
+            state |= {f"ema.{name}": tensor for name, tensor in self.averages.averages.items()}
+        for name in ("step", "samples", "seed"):
+            state[f"progress.{name}"] = torch.tensor(getattr(self, name))
+        return state
 
-        Model, averages and progress are the live tensors or must match them; optimizer state is made for the
-        parameters that have some in the checkpoint; random-number states are those of this rank, if it was there.
+    def target(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """What to load into: `saved` gives the names in the checkpoint and of each `.size` and `.properties.dtype`.
+
+        Model, averages and progress are the live tensors; optimizer state is made for the parameters that have some
+        in the checkpoint; random-number states are those of this rank, if it was there. Averages that are new
+        (`optim.ema_decay` was accepted) start from the weights, and those no longer wanted are dropped.
+
+        Raises:
+            ConfigError: names, shapes or types that differ, each of them named.
         """
-        target = {name: value for name, value in self.state_dict().items() if not name.startswith(("optim.", "rng."))}
         parameters = {name: parameter for parameter, name in self.names.items()}
-        for key in saved:
-            if key.startswith("optim."):
-                name, _, field = key.removeprefix("optim.").rpartition(".")
-                if name not in parameters:
-                    raise ConfigError(
-                        f"the checkpoint has optimizer state for {name!r} and the model has no such parameter; "
-                        f"load it with the model that it was saved from"
-                    )
-                parameter = parameters[name]
-                like = tuple(saved[key].size) == tuple(parameter.shape) and parameter.ndim > 0 and field != "step"
-                target[key] = torch.zeros_like(parameter.detach()) if like else _zeros(saved[key])
-            elif key.startswith(f"rng.rank{self.rank}."):
-                target[key] = _zeros(saved[key])
+        target = self._live()
+        averaged = {name for name in saved if name.startswith("ema.")}
+        if not averaged:
+            target = {name: value for name, value in target.items() if not name.startswith("ema.")}
+        for name, entry in saved.items():
+            kind, _, rest = name.partition(".")
+            parameter, _, field = rest.rpartition(".")
+            if kind == "optim" and parameter in parameters:
+                alike = field != "step" and tuple(entry.size) == tuple(parameters[parameter].shape)
+                target[name] = torch.zeros_like(parameters[parameter].detach()) if alike else _zeros(entry)
+            elif kind == "ema" and self.averages is None and rest in parameters:
+                target[name] = torch.zeros_like(parameters[rest].detach())
+            elif name.startswith(f"rng.rank{self.rank}."):
+                target[name] = _zeros(entry)
+        _same_names_and_kinds(saved, target)
         self._loading = target
         return target
 
@@ -85,30 +99,56 @@ class TrainState:
         """
         target, self._loading = self._loading, {}
         parameters = {name: parameter for parameter, name in self.names.items()}
+        steps_on_device = {
+            parameter: bool(group.get("fused") or group.get("capturable"))
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        }
         self.optimizer.state.clear()
         for key, value in target.items():
             if key.startswith("optim."):
                 name, _, field = key.removeprefix("optim.").rpartition(".")
                 parameter = parameters[name]
-                if field == "step" and _steps_on_device(self.optimizer, parameter):
-                    value = value.to(parameter.device)
-                self.optimizer.state[parameter][field] = value
+                moves = field != "step" or steps_on_device[parameter]
+                self.optimizer.state[parameter][field] = value.to(parameter.device) if moves else value
+        if self.averages is not None and not any(key.startswith("ema.") for key in target):
+            self.averages.restart()
         self.step = int(target["progress.step"])
         self.samples = int(target["progress.samples"])
-        rng = {key.removeprefix(f"rng.rank{self.rank}."): value for key, value in target.items() if key[:4] == "rng."}
-        if rng:
-            _restore_rng(rng)
-        else:
-            seed_all(derive_seed("resume", self.seed, self.step, self.rank))
+        seed_all(derive_seed("resume", self.seed, self.step, self.rank))
+        mine = f"rng.rank{self.rank}."
+        _restore_rng({key.removeprefix(mine): value for key, value in target.items() if key.startswith(mine)})
 
 
 def _zeros(saved: Any) -> Tensor:
     return torch.zeros(tuple(saved.size), dtype=saved.properties.dtype)
 
 
-def _steps_on_device(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
-    group = next(group for group in optimizer.param_groups if any(parameter is one for one in group["params"]))
-    return bool(group.get("fused") or group.get("capturable"))
+def _same_names_and_kinds(saved: Mapping[str, Any], target: Mapping[str, Tensor]) -> None:
+    """DCP drops names that the target lacks and casts types silently: refuse both, and shapes, with one line."""
+    extra = [name for name in saved if name not in target and not name.startswith("rng.")]
+    missing = [name for name in target if name not in saved]
+    other = []
+    for name in target.keys() & saved.keys():
+        was = (tuple(saved[name].size), saved[name].properties.dtype)
+        now = (tuple(target[name].shape), target[name].dtype)
+        if was != now:
+            other.append(f"{name} (was {_kind(*was)}, is {_kind(*now)})")
+    found = [
+        f"{what}: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        for what, names in (
+            ("only in the checkpoint", extra),
+            ("only in the model or optimizer", missing),
+            ("of another shape or type", sorted(other)),
+        )
+        if names
+    ]
+    if found:
+        raise ConfigError(f"the checkpoint does not fit this model and optimizer: {'; '.join(found)}")
+
+
+def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,6 +179,8 @@ def _rng_state() -> dict[str, Tensor]:
 
 
 def _restore_rng(state: Mapping[str, Tensor]) -> None:
+    if not state:
+        return
     torch.set_rng_state(state["torch"])
     position, has_gauss, gauss = state["numpy_rest"].tolist()
     words = state["numpy_words"].numpy().astype(np.uint32)

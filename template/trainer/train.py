@@ -67,35 +67,34 @@ def train(
         agreement = Agreement(world)
         if first > last:
             return Reason.FINISHED, state.step
-        if agreement.stop_now(reclaim.want()):
+        if agreement.begin(first, want=reclaim.want(), save_due=world.is_main and checkpoints.due(first)):
             return reclaim_reason(reclaim), state.step
         metrics = stack.enter_context(_metrics(config, attempt, first, model, world))
-        record = _Recorder(config, metrics, data.SampleOrder(len(samples), config.data.seed))
+        record = _Recorder(config, metrics, state)
         batches = data.loader(
             samples, config, plan, world.rank,
             consumed=state.samples, steps=last - state.step, seed=config.data.seed, workers=config.data.workers,
         )  # fmt: skip
 
         for step in range(first, last + 1):
-            loss = accumulate(model, next(batches), config, world, step)
+            loss, ran = accumulate(model, next(batches), config, world, step)
             checkpoints.before_optimizer_step()
             grad_norm = update(state, config, step)
             state.step, state.samples = step, state.samples + config.data.global_batch
 
-            agreed = agreement.exchange(
-                step, loss, grad_norm,
+            now = agreement.exchange(
+                step, loss, grad_norm, ran,
                 want=reclaim.want(),
                 save_due=world.is_main and checkpoints.due(step + agreement.lag),
                 **checkpoints.status(),
             )  # fmt: skip
-            now = agreed[-1] if agreed else Agreed.nothing(step)
             stop = now.want >= Want.STOP or step == last
             evaluate_now = config.train.eval_every_steps and step % config.train.eval_every_steps == 0
             save = now.save_due or now.want == Want.SAVE or (stop and now.want != Want.STOP_UNSAVED) or step == last
             if save or stop or evaluate_now:
-                agreed += agreement.drain()
+                agreement.drain()
             val_loss = evaluate(model, held_out, config, world) if evaluate_now and now.want < Want.STOP else None
-            for one in agreed:
+            for one in agreement.to_record():
                 record(one, val_loss if one.step == step else None)
             checkpoints.settle(now.save_done, now.save_failed)
             if save:
@@ -130,14 +129,17 @@ def build(config: Config, world: World, samples: data.Samples) -> tuple[TrainSta
     return state, model
 
 
-def accumulate(model: nn.Module, batches: Sequence[data.Batch], config: Config, world: World, step: int) -> Tensor:
+def accumulate(
+    model: nn.Module, batches: Sequence[data.Batch], config: Config, world: World, step: int
+) -> tuple[Tensor, tuple[int, int]]:
     """Forward and backward of this rank's micro-batches of optimizer step `step`.
 
     The ranks' gradients are averaged, so each rank's loss is its summed loss · world size / tokens of the global
     batch: the gradient is that of the mean over the global batch, however it was dealt.
 
     Returns:
-        This rank's share of that mean loss, a scalar on the device; the shares add up to it.
+        This rank's share of that mean loss, a scalar on the device, and the witness of its samples; the shares of
+        the ranks add up, and so do the witnesses.
     """
     total = torch.zeros((), dtype=torch.float32, device=world.device)
     tokens = config.data.global_batch * config.data.sequence_length
@@ -150,7 +152,7 @@ def accumulate(model: nn.Module, batches: Sequence[data.Batch], config: Config, 
             share = summed_loss(model, batch, config, world) / tokens
             (share * world.size).backward()
         total += share.detach()
-    return total
+    return total, (sum(batch.witness[0] for batch in batches), sum(batch.witness[1] for batch in batches))
 
 
 def summed_loss(model: nn.Module, batch: data.Batch, config: Config, world: World) -> Tensor:
@@ -203,20 +205,20 @@ def evaluate(model: nn.Module, held_out: data.Samples, config: Config, world: Wo
 class _Recorder:
     """Turns what was agreed on into lines of the metrics; does nothing on ranks other than 0."""
 
-    def __init__(self, config: Config, metrics: Metrics | None, order: data.SampleOrder) -> None:
-        self.config, self.metrics, self.order = config, metrics, order
+    def __init__(self, config: Config, metrics: Metrics | None, state: TrainState) -> None:
+        self.config, self.metrics = config, metrics
+        self.step, self.samples = state.step, state.samples  # of the checkpoint: B may have been another one before
 
     def __call__(self, agreed: Agreed, val_loss: float | None) -> None:
         if self.metrics is None:
             return
-        batch, step = self.config.data.global_batch, agreed.step
-        numbers, _ = self.order.global_batch((step - 1) * batch, batch)
+        step = agreed.step
         values = {
             "loss": agreed.loss,
             "lr": learning_rate(self.config.optim, step, self.config.train.steps),
             "grad_norm": agreed.grad_norm,
-            "samples": step * batch,
-            "batch_hash": data.batch_hash(numbers),
+            "samples": self.samples + (step - self.step) * self.config.data.global_batch,
+            "batch_hash": agreed.batch_hash,
         }
         self.metrics.step(step, values if val_loss is None else values | {"val_loss": val_loss})
 
