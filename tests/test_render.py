@@ -219,11 +219,11 @@ def test_the_rendered_repo_passes_its_own_lint(projects: dict[str, Path]) -> Non
     assert checked.returncode == 0, checked.stdout
 
 
-def test_python_is_rendered_byte_for_byte(projects: dict[str, Path]) -> None:
-    sources = [path for path in TEMPLATE.rglob("*.py") if "__pycache__" not in path.parts]
-    assert sources
-    for path in sources:
-        assert (projects["everything"] / path.relative_to(TEMPLATE)).read_bytes() == path.read_bytes()
+def test_python_is_rendered_byte_for_byte(source: Path, projects: dict[str, Path]) -> None:
+    modules = list((source / "template").rglob("*.py"))
+    assert modules
+    for path in modules:
+        assert (projects["everything"] / path.relative_to(source / "template")).read_bytes() == path.read_bytes()
 
 
 def test_scripts_can_be_executed(projects: dict[str, Path]) -> None:
@@ -540,6 +540,32 @@ def test_the_rendered_repo_is_linted_like_the_template(projects: dict[str, Path]
     there = tomllib.loads((projects["defaults"] / "pyproject.toml").read_text())["tool"]["ruff"]
     assert there["line-length"] == here["line-length"]
     assert there["lint"]["select"] == here["lint"]["select"]
+
+
+def test_the_readme_names_commands_and_settings_that_exist(variant: tuple[Path, dict[str, Any]]) -> None:
+    text = (variant[0] / "README.md").read_text()
+    commands = set(re.findall(r"python -m trainer ([a-z]+)", text))
+    source = (TEMPLATE / "trainer/cli.py").read_text()
+    assert commands >= {"checkpoints", "doctor", "drill", "export", "interval", "report", "sample"}
+    for command in commands:
+        assert re.search(rf"^(?:def {command}\(|@main.command\(\"{command}\")", source, re.MULTILINE), command
+    for section, name in set(re.findall(rf"\b({'|'.join(SECTIONS)})\.([a-z_]+)\b(?!\()", text)):
+        if name not in ("py", "yaml", "jsonl", "safetensors"):
+            assert name in {each.name for each in dataclasses.fields(SECTIONS[section])}, f"{section}.{name}"
+
+
+@pytest.mark.parametrize("question", ["step_time", "save_time", "save_stall", "restart_time", "badput_target"])
+def test_each_prompt_shows_the_interval_of_the_answers_so_far(question: str) -> None:
+    environment = SandboxedEnvironment(
+        loader=FileSystemLoader(ROOT),
+        extensions=["jinja2_ansible_filters.AnsibleCoreFiltersExtension"],
+        undefined=StrictUndefined,
+    )
+    earlier = list(QUESTIONS)[: list(QUESTIONS).index(question)]
+    help_of = environment.from_string(QUESTIONS[question]["help"])
+    known = {key: value for key, value in INTERVAL.items() if key in earlier}
+    assert "So far: save every 367 steps (4m53.6s); floor 38, optimum 367, ceiling 1725 steps" in help_of.render(known)
+    assert "So far no interval fits" in help_of.render(known | {"mtbi": "6m"})
 
 
 def test_the_workflow_only_names_files_that_are_there(projects: dict[str, Path]) -> None:
