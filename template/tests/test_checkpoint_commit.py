@@ -38,7 +38,8 @@ def test_a_commit_reads_back_as_it_was_written(tmp_path: Path) -> None:
     commits.verify(one)
     body = json.loads((one.directory / COMMIT).read_text())
     assert set(body) == {
-        "format", "step", "samples", "attempt", "world_size", "time", "fingerprint", "torch", "template", "files", "self",
+        "format", "step", "samples", "attempt", "world_size", "time", "fingerprint", "torch", "template", "files",
+        "self",
     }  # fmt: skip
     assert body["files"][".metadata"].keys() == {"bytes", "algo", "sum"}
 

@@ -156,6 +156,14 @@ def check_file(commit: Commit, name: str) -> None:
         raise Damaged(f"{path}: its checksum does not hold")
 
 
+def compare(path: Path, expected: FileSum, content: bytes) -> None:
+    """Check content that has been read already. Raises Damaged."""
+    if len(content) != expected.bytes:
+        raise Damaged(f"{path}: {len(content)} bytes where {expected.bytes} were committed")
+    if expected.algo != ALGORITHM or xxhash.xxh3_128(content).hexdigest() != expected.sum:
+        raise Damaged(f"{path}: its checksum does not hold")
+
+
 def _read_sum(path: Path) -> tuple[int, str]:
     digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:

@@ -1,0 +1,369 @@
+"""The storage writer: shards, checksums and the commit, all of it in the background process.
+
+DCP calls `write_data` in every rank's process and, once all of them have returned, `finish` in that of rank 0. `finish`
+is the commit: fsync, COMMIT.json, the epoch's check and the rename under the lock, then retention. So a save that
+DCP reports as done is durable on every rank, it takes no part of the trainer, and it completes when the trainers die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import xxhash
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem, FileSystemWriter, _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from trainer.checkpoint import commit as commits
+from trainer.checkpoint import daemon, retention
+from trainer.checkpoint.commit import COMMIT, Commit, FileSum, Mode
+from trainer.checkpoint.lease import commit_lock
+from trainer.ledger import Ledger
+
+SPARE_BYTES = 16 << 20  # left free on the volume beside a checkpoint
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a save is to become."""
+
+    run_dir: Path
+    step: int
+    samples: int
+    attempt: int
+    world_size: int
+    fingerprint: Mapping[str, Any]
+    template: str
+    mode: Mode
+    keep_last: int
+    keep_every_steps: int
+    deadline_s: float
+    started: float  # time.monotonic()
+    tries: int = 0  # earlier failed saves of this attempt: names of no two of them are equal
+
+    @property
+    def final(self) -> Path:
+        return self.run_dir / commits.directory_name(self.step)
+
+    @property
+    def directory(self) -> Path:
+        """Where the files are written."""
+        if self.mode == "manifest":
+            return self.final
+        name = f".{commits.directory_name(self.step)}.{self.attempt}"
+        return self.run_dir / (f"{name}.{self.tries}" if self.tries else name)
+
+    @property
+    def mark(self) -> str:
+        """What tells this save's files from those of other saves in the same directory."""
+        return f"a{self.attempt}.{self.tries}" if self.mode == "manifest" else ""
+
+
+@dataclass(frozen=True)
+class ShardSum:
+    """Checksum of a file, on its way from the rank that wrote it to rank 0 among DCP's write results."""
+
+    name: str
+    file: FileSum
+
+
+class CommittingWriter(FileSystemWriter):
+    """Writes one checkpoint and commits it. A new one for each save.
+
+    Raises (DCP carries it to every rank):
+        OSError: ENOSPC before anything is written where the volume has no room for it; whatever the volume says later.
+        Fenced, UnavailableError: as `lease.commit_lock`.
+        RuntimeError: DCP's results do not cover what was planned.
+    """
+
+    def __init__(self, order: Order) -> None:
+        # One thread: with more, torch loses the errors of all but one of them (pytorch#191391).
+        self.writes = True
+        super().__init__(order.directory, single_file_per_rank=True, sync_files=True, thread_count=1)
+        self.order = order
+        self.fs = self.files = SummingFileSystem()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        daemon.settle_in(self.order.run_dir, self.order.attempt, self.order.deadline_s)
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if is_coordinator:
+            retention.delete(
+                retention.sweep(self.order.run_dir, self.order.attempt, self.order.mode, spare=self.order.directory)
+            )
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        _note_size(plans)
+        if self.writes:
+            _check_room(self.order.run_dir)
+        prefix = f"_{self.order.mark}" if self.order.mark else ""
+        return [replace(plan, storage_data=_StoragePrefix(f"__{rank}{prefix}_")) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = super().write_data(_marked(plan, self.order.mark), planner).value()
+        if len(written) != len(plan.items):
+            raise RuntimeError(f"{len(written)} of {len(plan.items)} parts of {self.order.directory} were written")
+        results: Future[list[WriteResult]] = Future()
+        sums = [ShardSum(name, file) for name, file in self.files.sums.items()]
+        results.set_result(written + cast(list[WriteResult], sums))
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit: from here on either the checkpoint that was there before is the newest one, or this one is."""
+        order = self.order
+        files = {each.name: each.file for each in _flat(results) if isinstance(each, ShardSum)}
+        written = [each for each in _flat(results) if isinstance(each, WriteResult)]
+        _check_complete(metadata, written, len(results), order)
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {each.index: each.storage_data for each in written}
+        metadata.storage_meta = self.storage_meta()
+        name = f".metadata.{order.mark}" if order.mark else ".metadata"
+        content = pickle.dumps(metadata)
+        files[name] = FileSum(len(content), commits.ALGORITHM, xxhash.xxh3_128(content).hexdigest())
+        commits.write_durably(order.directory / name, content)
+
+        final = order.final
+        commit = Commit(
+            directory=final,
+            step=order.step,
+            samples=order.samples,
+            attempt=order.attempt,
+            world_size=order.world_size,
+            time=time.time(),
+            fingerprint=order.fingerprint,
+            torch=torch.__version__,
+            template=order.template,
+            files=files,
+        )
+        gone = publish(commit, order)
+        _ledger(order).record(
+            "save_committed", step=order.step, write_s=round(time.monotonic() - order.started, 4), bytes=commit.bytes
+        )
+        _delete_later(gone)
+
+
+def publish(commit: Commit, order: Order) -> list[Path]:
+    """The moment of the commit, and retention after it. Returns what is left to delete.
+
+    Raises:
+        Fenced, UnavailableError, OSError
+    """
+    gone: list[Path] = []
+    content = commits.encode(commit)
+    if order.mode == "rename":
+        commits.write_durably(order.directory / COMMIT, content)
+        commits.fsync_directory(order.directory)
+    with commit_lock(order.run_dir, order.attempt):
+        if order.mode == "manifest":
+            commits.write_durably(order.final / COMMIT, content)
+        else:
+            if order.final.exists():
+                try:
+                    commits.check_sizes(commits.read_commit(order.final))
+                    return [retention.remove(order.directory, "rename")]  # that step is committed already
+                except commits.Damaged:
+                    gone.append(retention.remove(order.final, "rename"))
+            order.directory.rename(order.final)
+            commits.fsync_directory(order.run_dir)
+        gone += retention.take_away(order.run_dir, order.keep_last, order.keep_every_steps, order.mode)
+    return gone
+
+
+def _flat(results: Sequence[Sequence[Any]]) -> list[Any]:
+    return [each for of_rank in results for each in of_rank]
+
+
+def _marked(plan: SavePlan, mark: str) -> SavePlan:
+    """The plan with file names of this save, also where it comes from the cache of an earlier one."""
+    prefix = plan.storage_data.prefix
+    rank = prefix.lstrip("_").split("_")[0]
+    return replace(plan, storage_data=_StoragePrefix(f"__{rank}_{mark}_" if mark else f"__{rank}_"))
+
+
+def _check_complete(metadata: Metadata, written: Sequence[WriteResult], ranks: int, order: Order) -> None:
+    """Refuse to commit what is not all there: a chunk that nobody wrote, or results of another number of ranks."""
+    planned = sum(
+        len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 1
+        for entry in metadata.state_dict_metadata.values()
+    )
+    if ranks != order.world_size or len({each.index for each in written}) != planned:
+        raise RuntimeError(
+            f"{order.directory}: {len(written)} of {planned} parts by {ranks} of {order.world_size} ranks: no commit"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files whose checksums are taken on the way
+
+
+class SummingFileSystem(FileSystem):
+    """DCP's file system, with the checksum of every file taken while it is written."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, FileSum] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        path = Path(path)
+        with path.open(mode) as file:
+            stream = _SummingStream(cast(io.BufferedWriter, file))
+            yield stream
+        self.sums[path.name] = FileSum(stream.position, commits.ALGORITHM, stream.digest.hexdigest())
+
+
+class _SummingStream(io.IOBase):
+    """A file being written from its beginning to its end."""
+
+    def __init__(self, file: io.BufferedWriter) -> None:
+        self.file, self.digest, self.position = file, xxhash.xxh3_128(), 0
+
+    def write(self, content: Any) -> int:
+        self.digest.update(content)
+        count = self.file.write(content)
+        self.position += count
+        return count
+
+    def tell(self) -> int:
+        return self.position
+
+    def writable(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        if not self.file.closed:
+            self.file.flush()
+
+    def fileno(self) -> int:
+        """Flushed first: whoever asks wants to fsync."""
+        self.file.flush()
+        return self.file.fileno()
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kept in the process of rank 0 between saves
+
+_needed_bytes = 0
+_ledgers: dict[tuple[Path, int], Ledger] = {}
+_deleting: threading.Thread | None = None
+
+
+def _note_size(plans: Sequence[SavePlan]) -> None:
+    """How large this save is. Cached plans arrive empty: they are as large as the last full ones."""
+    global _needed_bytes
+    if all(plan.usable for plan in plans):
+        _needed_bytes = sum(
+            item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+            for plan in plans
+            for item in plan.items
+            if item.tensor_data
+        )
+
+
+def _check_room(run_dir: Path) -> None:
+    """Raise ENOSPC before a save that the volume has no room for, once what is being deleted is gone."""
+    for last_chance in (False, True):
+        room = os.statvfs(run_dir)
+        free = room.f_bavail * room.f_frsize
+        if free >= _needed_bytes + SPARE_BYTES:
+            return
+        if _deleting is None or last_chance:
+            raise OSError(
+                28,
+                f"no room for a checkpoint of {_needed_bytes / 1e6:.0f} MB, {free / 1e6:.0f} MB are free",
+                str(run_dir),
+            )
+        _deleting.join()
+
+
+def _delete_later(paths: Sequence[Path]) -> None:
+    """Delete in the background, one batch after the other; the next save does not wait for it."""
+    global _deleting
+    before = _deleting
+
+    def work() -> None:
+        if before is not None:
+            before.join()
+        retention.delete(paths)
+
+    if paths:
+        _deleting = threading.Thread(target=work, name="deleting checkpoints")
+        _deleting.start()
+
+
+def _ledger(order: Order) -> Ledger:
+    key = (order.run_dir, order.attempt)
+    if key not in _ledgers:
+        _ledgers[key] = Ledger(order.run_dir, order.attempt)
+    return _ledgers[key]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saves that write nothing
+
+
+class WarmUp(StorageWriter):
+    """The first request of a new process: it settles in, and that of rank 0 sweeps what dead attempts left."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        daemon.settle_in(self.order.run_dir, self.order.attempt, self.order.deadline_s)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        nothing: Future[list[WriteResult]] = Future()
+        nothing.set_result([])
+        return nothing
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        _delete_later(retention.sweep(self.order.run_dir, self.order.attempt, self.order.mode))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class Rehearsal(CommittingWriter):
+    """A save in all but the writing: it fills the plan caches, so that the first real save is like the others."""
+
+    def __init__(self, order: Order) -> None:
+        super().__init__(order)
+        self.writes = False
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        daemon.settle_in(self.order.run_dir, self.order.attempt, self.order.deadline_s)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        nothing: Future[list[WriteResult]] = Future()
+        nothing.set_result([])
+        return nothing
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        pass
