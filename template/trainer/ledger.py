@@ -116,8 +116,16 @@ class Ledger:
 
 
 def read_ledger(run_dir: Path) -> list[dict[str, Any]]:
-    """All events of a run, attempt by attempt in the order of their time (clocks of two machines may differ)."""
-    return sorted(read_records(run_dir, "ledger"), key=lambda event: (event.get("attempt", 0), event.get("time", 0.0)))
+    """All events of a run, attempt by attempt in the order of their time (clocks of two machines may differ).
+
+    What has no attempt or no time (written by hand, damaged) is no event.
+    """
+    events = [
+        event
+        for event in read_records(run_dir, "ledger")
+        if isinstance(event.get("attempt"), int) and isinstance(event.get("time"), int | float)
+    ]
+    return sorted(events, key=lambda event: (event["attempt"], event["time"]))
 
 
 def attempts(events: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:

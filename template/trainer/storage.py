@@ -7,12 +7,20 @@ it was written in and must still be there after the next one.
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
 import re
+import resource
+import time
 import uuid
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any, Literal
+
+from trainer.config import Config, ModelConfig
+from trainer.outcome import ConfigError, UnavailableError
 
 MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 CONTAINER_LAYER = {"overlay", "aufs", "fuse.fuse-overlayfs", "fuse-overlayfs", "vfs"}
@@ -222,3 +230,193 @@ def probe(directory: Path) -> Capabilities:
             with contextlib.suppress(OSError):
                 left.rmdir()
     return Capabilities(rename and inspect(directory).kind is not Kind.OBJECT_STORE, append, fsync)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the launcher checks before it starts anything
+
+
+def commit_mode(config: Config) -> Literal["rename", "manifest"]:
+    """How a checkpoint becomes complete: by renaming its directory, or, where that is not atomic, by its COMMIT.json.
+
+    `checkpoint.commit` decides; `auto` looks at the mount and tries. Raises OSError where nothing can be written.
+    """
+    if config.checkpoint.commit != "auto":
+        return config.checkpoint.commit
+    if inspect(config.run_dir).kind is Kind.OBJECT_STORE or not probe(config.run_dir).rename_atomic:
+        return "manifest"
+    return "rename"
+
+
+def prepare(config: Config) -> list[str]:
+    """Make the run's directory below a mount that exists, and see that checkpoints can live there.
+
+    Returns:
+        What a person should know, one line each.
+
+    Raises:
+        ConfigError: no volume, a place that cannot be written, or one that does not survive the machine.
+        UnavailableError: the volume fails at the moment.
+    """
+    volume, directory = config.volume.mount, config.run_dir
+    if volume and not Path(volume).is_dir():
+        raise ConfigError(
+            f"volume.mount is {volume!r}, which does not exist; attach the volume there, or set volume.mount to "
+            f"where it is (empty: none, you vouch for checkpoint.dir)"
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        found = probe(directory)
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):
+            raise UnavailableError(f"{directory} fails ({error.strerror})") from None
+        raise ConfigError(
+            f"checkpoint.dir is {config.checkpoint.dir!r}: {error.filename or directory} cannot be written "
+            f"({error.strerror}); it must be a writable place on a persistent disk"
+        ) from None
+    if config.checkpoint.commit == "rename" and not found.rename_atomic:
+        raise ConfigError(
+            "checkpoint.commit is 'rename' and directories do not rename atomically there; it must be auto or manifest"
+        )
+    mount = inspect(directory)
+    lines = []
+    survived = _mark(config)
+    if mount.verdict == "FAIL" and volume and not config.volume.allow_ephemeral:
+        raise ConfigError(
+            f"checkpoint.dir {str(config.checkpoint_root)!r} {mount.why}; it must be on the persistent volume "
+            f"(volume.allow_ephemeral=true goes on regardless)"
+        )
+    if mount.verdict == "FAIL" or (mount.verdict == "WARN" and not survived and config.run.provider != "local"):
+        lines.append(f"warning: checkpoint.dir {str(config.checkpoint_root)!r} {mount.why}")
+    if survived is False:
+        lines.append(f"warning: {str(config.checkpoint_root)!r} did not survive the last restart of this machine")
+    inside = directory.resolve().is_relative_to(Path(volume or "/").resolve())
+    if not inside:
+        lines.append(f"warning: checkpoint.dir {str(config.checkpoint_root)!r} is not on the volume {volume!r}")
+    elif volume and not os.path.ismount(volume) and mount.point != Path(volume).resolve():
+        lines.append(f"warning: nothing is mounted at volume.mount {volume!r}; checkpoints go to {mount.point}")
+    return lines
+
+
+def _mark(config: Config) -> bool | None:
+    """Leave a mark beside the checkpoints and one in the project, both naming this boot.
+
+    Returns:
+        True where the mark of an earlier boot is still there, False where only the project remembers one, else None.
+    """
+    there, here = config.checkpoint_root / ".persistence.json", config.project / ".last_start.json"
+    boot = _text(Path("/proc/sys/kernel/random/boot_id"))
+    known, marked = _json(here), _json(there)
+    marks = {**marked.get("boots", {}), boot: marked.get("boots", {}).get(boot, time.time())}
+    newest = dict(sorted(marks.items(), key=lambda item: item[1])[-10:])
+    with contextlib.suppress(OSError):
+        if newest != marked.get("boots"):
+            there.write_text(json.dumps({"boots": newest}) + "\n")
+        if known.get("boot") != boot or known.get("dir") != str(config.checkpoint_root):
+            here.write_text(json.dumps({"boot": boot, "dir": str(config.checkpoint_root)}) + "\n")
+    if any(other != boot for other in marks):
+        return True
+    before = known.get("boot", boot) != boot and known.get("dir") == str(config.checkpoint_root)
+    return False if before else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_text(path))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def estimated_bytes(model: ModelConfig, averages: bool = False) -> int:
+    """Bytes of a checkpoint of the model in `model.py`: fp32 weights and two moments, and averaged weights if kept."""
+    hidden = model.feed_forward or 64 * -(-8 * model.width // (3 * 64))
+    layer = 4 * model.width**2 + 3 * model.width * hidden + 2 * model.width
+    parameters = model.vocabulary * model.width + model.layers * layer + model.width
+    return 4 * parameters * (4 if averages else 3)
+
+
+def check_room(config: Config, ranks: int, nodes: int) -> list[str]:
+    """See that checkpoints fit on the disk and their staged copy in memory, and that files can be opened.
+
+    Args:
+        ranks: of this node.
+
+    Returns:
+        What a person should know, one line each.
+
+    Raises:
+        ConfigError: with the numbers, and what to change.
+    """
+    from trainer.checkpoint import commit
+
+    complete = commit.complete(config.run_dir)
+    averages = config.optim.ema_decay > 0
+    size = complete[0].bytes if complete else estimated_bytes(config.model, averages)
+    source = f"as step {complete[0].step}" if complete else "estimated from the model"
+    wanted = max(1, config.checkpoint.keep_last + 1 - len(complete))
+    lines = []
+    if inspect(config.run_dir).kind is not Kind.OBJECT_STORE:  # their free space is made up
+        disk = os.statvfs(config.run_dir)
+        free = disk.f_bavail * disk.f_frsize
+        if free < wanted * size:
+            raise ConfigError(
+                f"{config.run_dir} has {_size(free)} free and {wanted} more checkpoints of {_size(size)} ({source}) "
+                f"take {_size(wanted * size)}; free some space, or lower checkpoint.keep_last"
+            )
+        lines.append(f"a checkpoint takes {_size(size)} ({source}); {_size(free)} free on {config.run_dir}")
+    staged = size * ranks if config.parallel.strategy == "ddp" else size // nodes
+    for place, left, remedy in (
+        ("/dev/shm", _free_shared_memory(), "make it larger (docker run --shm-size, an emptyDir of medium Memory)"),
+        ("memory", free_memory(), "take a machine with more memory"),
+    ):
+        if left is not None and left < staged:
+            raise ConfigError(
+                f"{place} has {_size(left)} free and the copies of a save that is being written take {_size(staged)} "
+                f"on this node ({source}); {remedy}"
+            )
+    tensors = (config.model.layers * 6 + 2) * (5 if averages else 4)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < 2 * tensors + 256:
+        raise ConfigError(
+            f"this process may open {most} files and a save needs about {2 * tensors + 256} (two for each of {tensors} "
+            f"tensors); raise the hard limit (ulimit -Hn, LimitNOFILE=, docker run --ulimit nofile=)"
+        )
+    return lines
+
+
+def _free_shared_memory() -> int | None:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def free_memory() -> int | None:
+    """Bytes that this machine, or its control group, can still give; None where nothing tells."""
+    free = None
+    if match := re.search(r"^MemAvailable:\s+(\d+) kB", _text(Path("/proc/meminfo")), re.M):
+        free = int(match[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    limit, used = _text(group / "memory.max"), _text(group / "memory.current")
+    if limit.isdigit() and used.isdigit():
+        cache = re.search(r"^inactive_file (\d+)", _text(group / "memory.stat"), re.M)
+        left = int(limit) - int(used) + (int(cache[1]) if cache else 0)
+        free = left if free is None else min(free, left)
+    return free
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -1,0 +1,225 @@
+"""What this machine has and which node of the run it is; how many ranks follow from that.
+
+`decide_ranks` and `find_nodes` are functions of their arguments; what they are fed is looked up here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config import GpuConfig, NodesConfig
+from trainer.outcome import ConfigError, UnavailableError
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Accelerators and cores
+
+
+def count_gpus(environment: Mapping[str, str] = os.environ) -> int:
+    """Accelerators that the ranks of this node will see: NVIDIA's by its driver's library, AMD's by the kernel."""
+    for found, variables in (
+        (_nvidia(), ("CUDA_VISIBLE_DEVICES",)),
+        (_amd(), ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
+    ):
+        for variable in variables:
+            if found and variable in environment:
+                found = min(found, _listed(environment[variable]))
+        if found:
+            return found
+    return 0
+
+
+def _listed(devices: str) -> int:
+    """Devices in a `CUDA_VISIBLE_DEVICES`: the list ends at the first -1 or empty entry."""
+    count = 0
+    for device in devices.split(","):
+        if not device.strip() or device.strip() == "-1":
+            break
+        count += 1
+    return count
+
+
+def _nvidia() -> int:
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    number = ctypes.c_uint(0)
+    if library.nvmlInit_v2() != 0:
+        return 0
+    library.nvmlDeviceGetCount_v2(ctypes.byref(number))
+    library.nvmlShutdown()
+    return number.value
+
+
+def _amd() -> int:
+    found = 0
+    for properties in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
+        with contextlib.suppress(OSError):
+            minor = re.search(r"^drm_render_minor (\d+)$", properties.read_text(), re.M)
+            found += bool(minor and int(minor[1]) > 0 and Path(f"/dev/dri/renderD{minor[1]}").exists())
+    return found
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, and the quota of its control group where there is one."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, round(int(quota) / int(period))))
+    return cores
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many ranks this node runs, on what, and why."""
+
+    count: int
+    gpu: bool
+    why: str
+
+
+def decide_ranks(given: int | None, gpus: int, cores: int, settings: GpuConfig, provider: str) -> Ranks:
+    """The number of ranks of this node.
+
+    Args:
+        given: `--gpus`; it decides and skips the policy.
+        gpus: accelerators that are visible.
+        cores: usable ones, for CPU ranks.
+
+    Raises:
+        ConfigError: more GPUs asked for than there are, or the policy is `fail`.
+        UnavailableError: another start may find the GPUs (policy `hold`, or fewer than `gpu.min_count`).
+    """
+    if given is not None:
+        if gpus and given > gpus:
+            raise ConfigError(f"--gpus is {given} and this machine has {gpus}; it must be at most {gpus}")
+        return Ranks(
+            given, gpus > 0, f"--gpus {given}" + ("" if gpus else "; no GPU was found, so CPU ranks with gloo")
+        )
+    if gpus == 0 and provider == "local":
+        count = min(settings.count, cores)
+        found = f"no GPU was found; provider local runs min(gpu.count {settings.count}, {cores} usable cores) CPU ranks"
+        changed = False
+    else:
+        count = gpus
+        found = f"{gpus} GPU{'s' * (gpus != 1)} found" if gpus else "no GPU was found"
+        changed = gpus != settings.count
+    policy = settings.on_count_change
+    refusal: type[Exception] = ConfigError if policy == "fail" else UnavailableError
+    if count < settings.min_count:
+        raise refusal(f"{found}, fewer than gpu.min_count {settings.min_count}; --gpus N would decide otherwise")
+    if changed and policy != "rescale":
+        raise refusal(
+            f"{found} and gpu.count is {settings.count}, with gpu.on_count_change {policy}; "
+            f"gpu.on_count_change=rescale goes on with {count}"
+        )
+    if changed:
+        found += f" and gpu.count is {settings.count}: rescaled, the global batch stays"
+    return Ranks(count, gpus > 0, found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nodes
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """This machine's place among the nodes of the run.
+
+    `rank` is None where nobody says; `endpoint` (HOST:PORT of node 0) and `job` are empty for one node.
+    """
+
+    count: int
+    rank: int | None
+    endpoint: str
+    job: str  # what tells this start's nodes from those of an earlier one
+    source: str
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is node 0, which holds the run's lease."""
+        return self.rank == 0 if self.rank is not None else _is_local(self.endpoint.rpartition(":")[0])
+
+
+def find_nodes(settings: NodesConfig, environment: Mapping[str, str] = os.environ, hostname: str = "") -> Nodes:
+    """Number of nodes, this one's rank and the rendezvous, from the platform's environment or the startup config.
+
+    Known platforms: Slurm (inside `srun`), SkyPilot, dstack, Kubernetes Indexed Jobs, Kubeflow (`PET_*`), and plain
+    `MASTER_ADDR`, `NODE_RANK`, `NNODES`. `nodes.rendezvous` wins over the platform's address.
+
+    Raises:
+        ConfigError: more than one node and no address of the first.
+    """
+    env = environment
+    count, rank, master, job, source = settings.count, None, "", "", "the startup config"
+    if "SLURM_STEP_NUM_NODES" in env:
+        source = "Slurm"
+        count, rank = int(env["SLURM_STEP_NUM_NODES"]), int(env.get("SLURM_NODEID", "0"))
+        master = first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
+        job = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_RESTART_COUNT', '0')}"
+    elif "SKYPILOT_NUM_NODES" in env:
+        source = "SkyPilot"
+        count, rank = int(env["SKYPILOT_NUM_NODES"]), int(env.get("SKYPILOT_NODE_RANK", "0"))
+        master = next(iter(env.get("SKYPILOT_NODE_IPS", "").split()), "")
+        job = env.get("SKYPILOT_TASK_ID", "")
+    elif "DSTACK_NODES_NUM" in env:
+        source = "dstack"
+        count, rank = int(env["DSTACK_NODES_NUM"]), int(env.get("DSTACK_NODE_RANK", "0"))
+        master, job = env.get("DSTACK_MASTER_NODE_IP", ""), env.get("DSTACK_RUN_ID", "")
+    elif "PET_NNODES" in env:
+        source = "Kubeflow"
+        count, rank = int(env["PET_NNODES"].split(":")[-1]), int(env.get("PET_NODE_RANK", "0"))
+        master = env.get("PET_MASTER_ADDR", "")
+    elif "JOB_COMPLETION_INDEX" in env:
+        source = "Kubernetes"
+        rank = int(env["JOB_COMPLETION_INDEX"])
+        hostname = hostname or socket.gethostname()  # NAME-INDEX, and NAME's service gives the pods their names
+        job_name = hostname.removesuffix(f"-{rank}")
+        master = f"{job_name}-0.{job_name}"
+    elif "MASTER_ADDR" in env:
+        source = "MASTER_ADDR"
+        if "NNODES" in env:
+            count = int(env["NNODES"])
+    for name in ("NODE_RANK", "GROUP_RANK"):
+        if rank is None and env.get(name, "").isdigit():
+            rank = int(env[name])
+    if count == 1:
+        return Nodes(1, 0, "", "", source)
+    endpoint = settings.rendezvous or env.get("MASTER_ADDR", "") or master
+    if not endpoint:
+        raise ConfigError(
+            f"nodes.count is {count} and nothing says where node 0 is; set nodes.rendezvous=HOST:PORT, or start "
+            f"through Slurm's srun, SkyPilot, dstack, Kubernetes, or with MASTER_ADDR and NODE_RANK"
+        )
+    if not re.search(r":\d+$", endpoint):
+        endpoint += f":{env.get('MASTER_PORT', settings.port)}"
+    return Nodes(count, rank, endpoint, job, source)
+
+
+def first_host(nodes: str) -> str:
+    """The first of a Slurm node list: `n[03-07,9],m2` is `n03`."""
+    bracket = re.match(r"([^,\[]*)\[([^\]]*)\]([^,]*)", nodes)
+    if bracket:
+        return bracket[1] + re.split(r"[-,]", bracket[2])[0] + bracket[3]
+    return nodes.split(",")[0]
+
+
+def _is_local(host: str) -> bool:
+    """Whether `host` is an address of this machine: only then can a socket be bound to it."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return host == socket.gethostname()
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return True
+    return False
