@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deployed import Deployed, renderer
 from tests.machine import Machine, Scaffold
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,3 +72,9 @@ def scaffold(machine: Machine, checkout: Path, tmp_path: Path) -> Scaffold:
         return machine.python(checkout, "-m", "scaffold", *arguments, cwd=cwd, **env)
 
     return call
+
+
+@pytest.fixture(scope="session")
+def deployed(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Deployed:
+    """Render a project for every deploy target: `deployed(provider="aws", nodes=2)`; not to be changed."""
+    return renderer(pristine, tmp_path_factory.mktemp("deployed"))
