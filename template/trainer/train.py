@@ -46,7 +46,7 @@ def train(
     with ExitStack() as stack:
         reclaim = stack.enter_context(Reclaim(runtime, config.reclaim.grace_s))
         world = stack.enter_context(parallel.join())
-        attempt = _agree_on_attempt(attempt, config, world, stack)
+        attempt = _agree_on_attempt(attempt, runtime, config, world, stack)
         if world.is_main:
             config.run_dir.mkdir(parents=True, exist_ok=True)
             data.prepare_corpus(config)
@@ -236,14 +236,17 @@ def _metrics(config: Config, attempt: int, first: int, model: nn.Module, world: 
         metrics.close()
 
 
-def _agree_on_attempt(attempt: int | None, config: Config, world: World, stack: ExitStack) -> int:
-    """Rank 0's number of this start, on all ranks; without a launcher rank 0 takes the run's lease itself."""
-    if world.is_main and attempt is None:
+def _agree_on_attempt(attempt: int | None, runtime: Path | None, config: Config, world: World, stack: ExitStack) -> int:
+    """The number of this start, on all ranks: from node 0's launcher, or without launchers from the lease.
+
+    Only the ranks of node 0 are told; rank 0 need not be one of them, the rendezvous numbers the nodes as it likes.
+    """
+    if world.is_main and attempt is None and runtime is None:
         from trainer.checkpoint.lease import Lease
 
         lease = Lease.acquire(config.run_dir)
         stack.callback(lease.release)
         attempt = lease.next_epoch()
     agreed = torch.tensor([attempt or 0])
-    dist.broadcast(agreed, src=0, group=world.control)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=world.control)
     return int(agreed)
