@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import FileSystemLoader, StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
@@ -27,6 +27,8 @@ from trainer.interval import (
 )
 
 ROOT = Path(__file__).parent.parent
+settings.register_profile("loaded machine", deadline=None)
+settings.load_profile("loaded machine")
 
 
 # The macros of the questions, in an environment like Copier's.

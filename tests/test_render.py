@@ -232,13 +232,14 @@ def test_scripts_can_be_executed(projects: dict[str, Path]) -> None:
 
 
 def test_options_switched_later_add_and_remove_their_files(source: Path, render: Render) -> None:
-    project = render(deploy_targets=["slurm"])
+    project = render(deploy_targets=["slurm"], description=HOSTILE[2])
     git(project, "init", "--quiet")
     git(project, "add", "--all")
     git(project, "commit", "--quiet", "--message", "first")
     run_update(project, data={"deploy_targets": ["vm"]}, overwrite=True, quiet=True, vcs_ref="HEAD")
     assert not (project / "deploy/train.sbatch").exists()
     assert (project / "deploy/train.service").exists()
+    assert yaml.safe_load((project / ".copier-answers.yml").read_text())["description"] == HOSTILE[2]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
