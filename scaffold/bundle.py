@@ -84,7 +84,7 @@ def from_files(root: Path, target: Path) -> Tip:
         before, newest = 0, None
         if target.is_file():
             tip = read_tip(target)
-            git("fetch", "--quiet", str(target), "refs/heads/main:refs/heads/main", cwd=repo)
+            git("fetch", "--quiet", "--update-head-ok", str(target), "refs/heads/main:refs/heads/main", cwd=repo)
             before, newest = tip.states, _state(repo, tip.commit)
         shutil.copyfile(root / "copier.yml", repo / "copier.yml")
         shutil.copytree(root / "template", repo / "template", ignore=shutil.ignore_patterns("__pycache__", ".*_cache"))

@@ -83,8 +83,12 @@ def _check_template(
         return
     given = {key: value for key, value in answers.items() if not key.startswith("_")}
     old = scratch / "old" / project.resolve().name
+    derived: list[str] = []
     try:
         with one_line_errors():
+            asked = render(url, commit, old, given, defaults=True, write=False)
+            derived = [key for key in given if is_derived(asked.questions.get(key, {}))]
+            given = {key: value for key, value in given.items() if key not in derived}  # Copier, too, drops them
             rendered = render(url, commit, old, given, defaults=True)
     except click.ClickException as error:
         say("FAIL", f"the template {url} at {commit} cannot be rendered with {ANSWERS}: {error.message}")
@@ -92,7 +96,6 @@ def _check_template(
     say("ok", f"template {url} at {commit}")
 
     unknown = [key for key in given if key not in rendered.questions]
-    derived = [key for key in given if key in rendered.questions and is_derived(rendered.questions[key])]
     open_questions = [key for key in rendered.answers if key not in given]
     if unknown:
         say("warn", f"{ANSWERS} answers what the template does not ask: {', '.join(unknown)}")

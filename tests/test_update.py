@@ -1,0 +1,292 @@
+"""`scaffold update` and `scaffold doctor`, and what plain `copier update` does, where git or a user is in the way."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.machine import Machine, Scaffold
+
+QUESTION = """
+_subdirectory: template
+_exclude: ["__pycache__"]
+colour:
+  type: str
+  help: Colour
+  default: red
+  validator: "{% if colour == 'grey' %}not grey{% endif %}"
+  ask: "{{ colour is undefined }}"
+shade:
+  type: str
+  when: false
+  default: "light {{ colour }}"
+"""
+LINES = [f"line {number}" for number in range(1, 21)]
+
+
+@pytest.fixture
+def template(machine: Machine, tmp_path: Path) -> Path:
+    """A small template with an answer, a computed value and a few files."""
+    root = tmp_path / "tiny"
+    (root / "template").mkdir(parents=True)
+    (root / "copier.yml").write_text(QUESTION)
+    (root / "template/{{_copier_conf.answers_file}}.jinja").write_text("{{ _copier_answers | to_nice_yaml }}")
+    (root / "template/lines.txt").write_text("\n".join(LINES) + "\n")
+    (root / "template/colour.txt.jinja").write_text("{{ colour }}, {{ shade }}\n")
+    (root / "template/notes.md").write_text("notes\n")
+    for folder in (root, root / "template"):
+        (folder / ".gitattributes").write_text("* text=auto eol=lf\n")
+    machine.commit(root)
+    return root
+
+
+@pytest.fixture
+def project(scaffold: Scaffold, template: Path, tmp_path: Path) -> Path:
+    done = scaffold("new", "project", "--defaults", "--source", template)
+    assert done.returncode == 0, done.stderr
+    return tmp_path / "work/project"
+
+
+def edit(file: Path, line: int, text: str) -> None:
+    lines = file.read_text().splitlines()
+    lines[line - 1] = text
+    file.write_text("\n".join(lines) + "\n")
+
+
+def copier_update(machine: Machine, project: Path) -> subprocess.CompletedProcess[str]:
+    """Plain `copier update`: no flags, no terminal."""
+    return machine.run(sys.executable, "-m", "copier", "update", cwd=project)
+
+
+def test_an_update_keeps_the_users_edits(scaffold: Scaffold, machine: Machine, template: Path, project: Path) -> None:
+    edit(project / "lines.txt", 2, "mine")
+    machine.commit(project)
+    edit(template / "template/lines.txt", 18, "theirs")
+    head = machine.commit(template)
+    done = scaffold("update", project)
+    assert done.returncode == 0, done.stderr
+    lines = (project / "lines.txt").read_text().splitlines()
+    assert (lines[1], lines[17]) == ("mine", "theirs")
+    assert head.startswith(yaml.safe_load((project / ".copier-answers.yml").read_text())["_commit"])
+    assert "2 files changed" in done.stdout
+    machine.commit(project)
+    done = scaffold("update", cwd=project)
+    assert done.returncode == 0 and "up to date" in done.stdout
+
+
+def test_conflicts_are_listed_and_exit_1(scaffold: Scaffold, machine: Machine, template: Path, project: Path) -> None:
+    edit(project / "lines.txt", 5, "mine")
+    machine.commit(project)
+    edit(template / "template/lines.txt", 5, "theirs")
+    machine.commit(template)
+    done = scaffold("update", project)
+    assert done.returncode == 1 and "conflicts in lines.txt" in done.stderr
+    assert "<<<<<<< before updating\nmine" in (project / "lines.txt").read_text()
+    done = scaffold("update", project)
+    assert done.returncode == 1 and "unresolved conflicts: lines.txt" in done.stderr
+    done = scaffold("doctor", project)
+    assert done.returncode == 1 and "FAIL  unresolved conflicts: lines.txt" in done.stdout
+
+
+GIT_SETTINGS = {
+    "untracked files hidden": "[status]\nshowUntrackedFiles = no\n",
+    "a hook that fails everywhere": "[core]\nhooksPath = {home}/hooks\n",
+    "a personal ignore file that hides a rendered file": "[core]\nexcludesFile = {home}/ignore\n",
+    "signed commits without a key": "[commit]\ngpgsign = true\n[gpg]\nprogram = false\n",
+    "line ends converted": "[core]\nautocrlf = true\n",
+}
+
+
+@pytest.mark.parametrize("setting", GIT_SETTINGS)
+def test_git_settings_that_trip_an_update_do_not_trip_ours(
+    scaffold: Scaffold, machine: Machine, template: Path, project: Path, setting: str
+) -> None:
+    (machine.home / ".gitconfig").write_text(GIT_SETTINGS[setting].format(home=machine.home))
+    (machine.home / "ignore").write_text("lines.txt\n")
+    for hook in ("post-checkout", "pre-commit", "prepare-commit-msg"):
+        (machine.home / "hooks").mkdir(exist_ok=True)
+        (machine.home / "hooks" / hook).write_text("#!/bin/sh\nexit 1\n")
+        (machine.home / "hooks" / hook).chmod(0o755)
+
+    edit(project / "lines.txt", 2, "mine")
+    edit(project / "lines.txt", 10, "my conflict")
+    machine.commit(project)
+    edit(template / "template/lines.txt", 10, "their conflict")
+    edit(template / "template/notes.md", 1, "new notes")
+    machine.commit(template)
+    done = scaffold("update", project, GIT_DIR="/nowhere")
+    assert done.returncode == 1 and "conflicts in lines.txt" in done.stderr, done.stderr
+    text = (project / "lines.txt").read_text()
+    assert "mine" in text and "my conflict" in text and "their conflict" in text
+    assert (project / "notes.md").read_text() == "new notes\n"
+    assert not list(project.glob("*.rej"))
+
+
+def test_doctor_names_the_settings_that_trip_plain_copier(scaffold: Scaffold, machine: Machine, project: Path) -> None:
+    (machine.home / "ignore").write_text("lines.txt\n")
+    (machine.home / ".gitconfig").write_text(
+        "[status]\nshowUntrackedFiles = no\n[core]\nhooksPath = /h\nexcludesFile = ~/ignore\n"
+    )
+    done = scaffold("doctor", project)
+    assert done.returncode == 0, done.stderr
+    for pattern in (
+        "warn  git's status.showUntrackedFiles",
+        "warn  git's core.hooksPath is /h",
+        "warn  git ignores.*lines.txt",
+    ):
+        assert re.search(pattern, done.stdout), done.stdout
+
+
+def test_a_failed_update_puts_the_project_back(
+    scaffold: Scaffold, machine: Machine, template: Path, project: Path
+) -> None:
+    edit(template / "template/lines.txt", 3, "theirs")
+    (template / "template/new.txt").write_text("new\n")
+    (template / "template/zz.txt.jinja").write_text("{{ 1 / 0 }}\n{% if %}\n")
+    machine.commit(template)
+    done = scaffold("update", project)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert machine.git("status", "--porcelain", cwd=project) == ""
+    assert not (project / "new.txt").exists()
+
+
+def test_an_uncommitted_change_is_never_touched(
+    scaffold: Scaffold, machine: Machine, template: Path, project: Path
+) -> None:
+    edit(project / "lines.txt", 2, "mine, not committed")
+    (project / "untracked.txt").write_text("keep\n")
+    edit(template / "template/lines.txt", 3, "theirs")
+    machine.commit(template)
+    done = scaffold("update", project)
+    assert done.returncode == 1 and "uncommitted changes or new files" in done.stderr
+    assert "mine, not committed" in (project / "lines.txt").read_text() and (project / "untracked.txt").exists()
+
+
+def test_a_dirty_template_does_not_poison_the_next_update(
+    scaffold: Scaffold, machine: Machine, template: Path, project: Path
+) -> None:
+    edit(template / "template/lines.txt", 3, "committed")
+    head = machine.commit(template)
+    edit(template / "template/lines.txt", 4, "not committed")
+    assert scaffold("update", project).returncode == 0
+    assert "committed" in (project / "lines.txt").read_text()
+    assert "not committed" not in (project / "lines.txt").read_text()
+    assert head.startswith(yaml.safe_load((project / ".copier-answers.yml").read_text())["_commit"])
+
+
+def test_what_the_template_removed_is_named(
+    scaffold: Scaffold, machine: Machine, template: Path, project: Path
+) -> None:
+    (project / "notes.md").write_text("my notes\n")
+    machine.commit(project)
+    (template / "template/notes.md").unlink()
+    machine.commit(template)
+    done = scaffold("update", project)
+    assert "removed by the template: notes.md" in done.stdout
+
+
+def test_a_new_question_is_not_answered_behind_the_users_back(
+    scaffold: Scaffold, machine: Machine, template: Path, project: Path
+) -> None:
+    (template / "copier.yml").write_text(QUESTION + "\nsize:\n  type: int\n  help: Size\n  default: 3\n")
+    machine.commit(template)
+    done = scaffold("update", project)
+    assert done.returncode == 2 and "no terminal to ask on" in done.stderr
+    assert machine.git("status", "--porcelain", cwd=project) == ""
+
+
+def test_in_releases_an_update_waits_for_the_next_tag(
+    scaffold: Scaffold, machine: Machine, template: Path, tmp_path: Path
+) -> None:
+    machine.git("tag", "v1.0.0", cwd=template)
+    scaffold("new", "released", "--defaults", "--source", template)
+    project = tmp_path / "work/released"
+    assert "v1.0.0" in (project / ".copier-answers.yml").read_text()
+    edit(template / "template/lines.txt", 3, "theirs")
+    machine.commit(template)
+    assert "up to date" in scaffold("update", project).stdout
+    machine.git("tag", "v1.1.0", cwd=template)
+    assert "v1.0.0 -> v1.1.0" in scaffold("update", project).stdout
+
+
+@pytest.mark.parametrize("command", ["update", "doctor"])
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (("_src_path: .*", "_src_path: /nowhere/at/all"), "not where it was"),
+        (("_commit: .*", "_commit: 0123456789"), "no such commit"),
+        (("_commit: .*\n", ""), "has no _commit"),
+        (("_src_path: .*\n", ""), "has no _src_path"),
+        (("(?s).*", "a: [b"), "cannot be read"),
+        (("(?s).*", "- only\n- a list"), "holds no answers"),
+    ],
+)
+def test_a_damaged_answers_file_is_one_line(
+    scaffold: Scaffold, machine: Machine, project: Path, command: str, damage: tuple[str, str], says: str
+) -> None:
+    file = project / ".copier-answers.yml"
+    file.write_text(re.sub(damage[0], damage[1], file.read_text(), count=1))
+    machine.commit(project)
+    done = scaffold(command, project)
+    assert done.returncode == 1 and says in done.stdout + done.stderr, done.stdout + done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert machine.git("status", "--porcelain", cwd=project) == ""
+
+
+def test_doctor_shows_where_project_template_and_answers_part(
+    scaffold: Scaffold, machine: Machine, template: Path, project: Path
+) -> None:
+    done = scaffold("doctor", project)
+    assert done.returncode == 0 and "nothing newer" in done.stdout and "all 4 files are as" in done.stdout
+    assert "warn" not in done.stdout
+
+    edit(project / "lines.txt", 2, "mine")
+    (project / "notes.md").unlink()
+    answers = project / ".copier-answers.yml"
+    answers.write_text(answers.read_text() + "shade: dark\nother: 1\n")
+    edit(template / "template/lines.txt", 3, "theirs")
+    machine.commit(template)
+    done = scaffold("doctor", project)
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "uncommitted changes",
+        "does not ask: other",
+        "sets computed values, which is of no effect: shade",
+        "would bring changes of 1 files",
+        "changed here since the template: lines.txt",
+        "deleted here since the template: notes.md",
+    ):
+        assert text in done.stdout, done.stdout
+
+    answers.write_text(re.sub("colour: .*", "colour: grey", answers.read_text()))
+    done = scaffold("doctor", project)
+    assert done.returncode == 1 and re.search("FAIL  .*not grey", done.stdout), done.stdout
+    answers.write_text(re.sub("_src_path: .*", "_src_path: ../tiny", answers.read_text()))
+    assert "is relative" in scaffold("doctor", project).stdout
+
+
+def test_the_real_template_updates_in_a_subfolder_of_a_repository(
+    scaffold: Scaffold, machine: Machine, checkout: Path, tmp_path: Path
+) -> None:
+    work = tmp_path / "work"
+    (work / "README").write_text("a repository of many projects\n")
+    machine.commit(work)
+    scaffold("new", "demo", "--defaults")
+    readme = checkout / "template/README.md.jinja"
+    with (work / "demo/config.yaml").open("a") as file:
+        file.write("# my own line\n")
+    machine.commit(work)
+    (checkout / "template/trainer/novelty.py").write_text('"""New."""\n')
+    readme.write_text(readme.read_text() + "\nNew paragraph.\n")
+    machine.commit(checkout)
+    done = copier_update(machine, work / "demo")
+    assert done.returncode == 0, done.stderr
+    assert (work / "demo/trainer/novelty.py").is_file()
+    assert "New paragraph." in (work / "demo/README.md").read_text()
+    assert "# my own line" in (work / "demo/config.yaml").read_text()
