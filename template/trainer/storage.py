@@ -125,7 +125,8 @@ def judge(line: MountLine | None, in_container: bool = False, device: str = "") 
 
     if fstype in MEMORY or re.match(r"/dev/z?ram\d", source):
         return verdict(Kind.MEMORY, "FAIL", f"is in memory ({fstype}): gone with the machine")
-    if fstype in CONTAINER_LAYER or (in_container and line.point == "/"):
+    layer = in_container and line.point == "/" and line.root != "/"  # a folder of the host; a whole disk is a VM's
+    if fstype in CONTAINER_LAYER or layer:
         return verdict(Kind.CONTAINER_LAYER, "FAIL", f"is in the container's own layer ({fstype}): gone with it")
     if device and EPHEMERAL_DEVICES.search(device):
         return verdict(Kind.EPHEMERAL, "FAIL", f"is on the instance's own disk ({device}): gone with the instance")
@@ -355,24 +356,44 @@ def check_room(config: Config, ranks: int, nodes: int) -> list[str]:
     Raises:
         ConfigError: with the numbers, and what to change.
     """
+    line = check_disk(config)
+    check_memory(config, ranks, nodes)
+    check_files(config)
+    return [line]
+
+
+def checkpoint_bytes(config: Config) -> tuple[int, str]:
+    """Bytes of one checkpoint, and where the figure is from."""
     from trainer.checkpoint import commit
 
-    complete = commit.complete(config.run_dir)
-    averages = config.optim.ema_decay > 0
-    size = complete[0].bytes if complete else estimated_bytes(config.model, averages)
-    source = f"as step {complete[0].step}" if complete else "estimated from the model"
-    wanted = max(1, config.checkpoint.keep_last + 1 - len(complete))
-    lines = []
-    if inspect(config.run_dir).kind is not Kind.OBJECT_STORE:  # their free space is made up
-        disk = os.statvfs(config.run_dir)
-        free = disk.f_bavail * disk.f_frsize
-        if free < wanted * size:
-            raise ConfigError(
-                f"{config.run_dir} has {_size(free)} free and {wanted} more checkpoints of {_size(size)} ({source}) "
-                f"take {_size(wanted * size)}; free some space, or lower checkpoint.keep_last"
-            )
-        lines.append(f"a checkpoint takes {_size(size)} ({source}); {_size(free)} free on {config.run_dir}")
+    for newest in commit.complete(config.run_dir):
+        return newest.bytes, f"as step {newest.step}"
+    return estimated_bytes(config.model, config.optim.ema_decay > 0), "estimated from the model"
+
+
+def check_disk(config: Config) -> str:
+    """See that `keep_last` checkpoints and the one being written fit. Raises ConfigError."""
+    from trainer.checkpoint import commit
+
+    size, source = checkpoint_bytes(config)
+    wanted = max(1, config.checkpoint.keep_last + 1 - len(commit.complete(config.run_dir)))
+    if inspect(config.run_dir).kind is Kind.OBJECT_STORE:
+        return f"a checkpoint takes {_size(size)} ({source}); an object store does not say how much room it has"
+    disk = os.statvfs(config.run_dir)
+    free = disk.f_bavail * disk.f_frsize
+    if free < wanted * size:
+        raise ConfigError(
+            f"{config.run_dir} has {_size(free)} free and {wanted} more checkpoints of {_size(size)} ({source}) "
+            f"take {_size(wanted * size)}; free some space, or lower checkpoint.keep_last"
+        )
+    return f"a checkpoint takes {_size(size)} ({source}); {_size(free)} free on {config.run_dir}"
+
+
+def check_memory(config: Config, ranks: int, nodes: int) -> str:
+    """See that the copies of a save that is being written fit into shared memory. Raises ConfigError."""
+    size, source = checkpoint_bytes(config)
     staged = size * ranks if config.parallel.strategy == "ddp" else size // nodes
+    places = []
     for place, left, remedy in (
         ("/dev/shm", _free_shared_memory(), "make it larger (docker run --shm-size, an emptyDir of medium Memory)"),
         ("memory", free_memory(), "take a machine with more memory"),
@@ -382,14 +403,21 @@ def check_room(config: Config, ranks: int, nodes: int) -> list[str]:
                 f"{place} has {_size(left)} free and the copies of a save that is being written take {_size(staged)} "
                 f"on this node ({source}); {remedy}"
             )
-    tensors = (config.model.layers * 6 + 2) * (5 if averages else 4)
+        places.append(f"{place} has {_size(left)}" if left is not None else f"{place} does not say what it has")
+    return f"a save takes {_size(staged)} on this node while it is written; {', '.join(places)}"
+
+
+def check_files(config: Config) -> str:
+    """See that a save may open its descriptors. Raises ConfigError."""
+    tensors = (config.model.layers * 6 + 2) * (5 if config.optim.ema_decay > 0 else 4)
+    needed = 2 * tensors + 256
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY and most < 2 * tensors + 256:
+    if most != resource.RLIM_INFINITY and most < needed:
         raise ConfigError(
-            f"this process may open {most} files and a save needs about {2 * tensors + 256} (two for each of {tensors} "
+            f"this process may open {most} files and a save needs about {needed} (two for each of {tensors} "
             f"tensors); raise the hard limit (ulimit -Hn, LimitNOFILE=, docker run --ulimit nofile=)"
         )
-    return lines
+    return f"a save opens about {needed} files; {'any number' if most == resource.RLIM_INFINITY else most} may be"
 
 
 def _free_shared_memory() -> int | None:
