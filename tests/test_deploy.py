@@ -26,7 +26,8 @@ import yaml
 
 from tests.deployed import Deployed, fake_project
 from tests.slurm_cluster import until
-from trainer.config import load_config
+from trainer.config import NodesConfig, load_config
+from trainer.machine import find_nodes
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "local": {},
@@ -106,13 +107,10 @@ def test_every_file_starts_onstart_with_words_that_the_settings_accept(variant: 
     project, answers = variant
     mount = answers["volume_mount"] or "/workspace"
     for name, words in starts(project).items():
-        config = load_config([word for word in words if "$" not in word], project)
+        config = load_config(words, project)
         assert config.volume.mount == ("/workspace" if name == "vast.json" and "-" in mount else mount), name
         assert config.checkpoint_root.is_relative_to(config.volume.mount) or answers["volume_mount"], name
         assert config.run.provider != "local", f"{name}: without a GPU it would train on the CPU"
-        assert any(word.startswith("nodes.rendezvous=") for word in words) == (
-            answers["nodes"] > 1 and name in ("sky.yaml", "train.dstack.yml", "k8s/job.yaml")
-        ), name
 
 
 def test_the_disk_of_every_file_is_the_one_that_checkpoints_go_to(variant: tuple[Path, dict[str, Any]]) -> None:
@@ -146,7 +144,7 @@ def test_every_platform_gives_the_grace_that_the_run_reckons_with(variant: tuple
         "vast.json": 0,
     }
     for name, words in starts(project).items():
-        reckoned = load_config([word for word in words if "$" not in word], project).reclaim.grace_s
+        reckoned = load_config(words, project).reclaim.grace_s
         assert reckoned == min(grace, reckoned) and reckoned <= given[name], name
         if name in ("k8s/job.yaml", "train.service", "compose.yaml", "nexgpu.json"):
             assert reckoned == grace and given[name] == max(grace, 1), f"{name}: 0 would mean no limit to systemd"
@@ -272,7 +270,6 @@ def test_slurm_directives_come_first_and_signals_reach_the_steps(variant: tuple[
     assert options["--ntasks-per-node"] == "1" and "--requeue" in options and options["--open-mode"] == "append"
     assert "--kill-on-bad-exit=0 --wait=0" in text, "the first to end must not have the others killed"
     assert 'scancel --signal=TERM "$SLURM_JOB_ID.0"' in text, "a signal to srun kills the tasks"
-    assert ("nodes.rendezvous" in text) == (answers["nodes"] > 1)
 
 
 def test_kubernetes_rules_that_its_schema_does_not_know(variant: tuple[Path, dict[str, Any]]) -> None:
@@ -308,7 +305,8 @@ def test_kubernetes_rules_that_its_schema_does_not_know(variant: tuple[Path, dic
         assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"] is True
         assert service["spec"]["selector"].items() <= job["template"]["metadata"]["labels"].items()
         assert pod["subdomain"] == service["metadata"]["name"]
-        assert f"nodes.rendezvous={name}-0.{pod['subdomain']}:29400" in container["command"]
+        place = find_nodes(NodesConfig(nodes), {"JOB_COMPLETION_INDEX": "1"}, hostname=f"{name}-1")
+        assert place.endpoint == f"{name}-0.{pod['subdomain']}:{service['spec']['ports'][0]['port']}"
 
 
 def test_skypilot_recovers_from_75_only(variant: tuple[Path, dict[str, Any]]) -> None:
