@@ -206,7 +206,14 @@ def test_what_a_run_leaves_behind_is_ignored(variant: tuple[Path, dict[str, Any]
     project, answers = variant
     if not (project / ".git").exists():
         git(project, "init", "--quiet")
-    left = [".venv/bin/python", "checkpoints/demo/ledger.jsonl", "trainer/__pycache__/cli.cpython-311.pyc", "drill/x"]
+    left = [
+        ".venv/bin/python",
+        "trainer/__pycache__/cli.pyc",
+        "checkpoints/demo/ledger.jsonl",
+        "drill/x",
+        "report.png",
+        "model.safetensors",
+    ]
     if not answers["checkpoint_dir"].startswith("/"):
         left.append(f"{answers['checkpoint_dir']}/demo/ledger.jsonl")
     assert len(git(project, "check-ignore", *left).splitlines()) == len(left)
@@ -551,7 +558,7 @@ def test_the_readme_names_commands_and_settings_that_exist(variant: tuple[Path, 
     for command in commands:
         assert re.search(rf"^(?:def {command}\(|@main.command\(\"{command}\")", source, re.MULTILINE), command
     for section, name in set(re.findall(rf"\b({'|'.join(SECTIONS)})\.([a-z_]+)\b(?!\()", text)):
-        if name not in ("py", "yaml", "jsonl", "safetensors"):
+        if name not in ("py", "yaml", "jsonl", "sh", "png", "safetensors"):
             assert name in {each.name for each in dataclasses.fields(SECTIONS[section])}, f"{section}.{name}"
 
 
