@@ -67,7 +67,8 @@ def train(
         agreement = Agreement(world)
         if first > last:
             return Reason.FINISHED, state.step
-        if agreement.begin(first, want=reclaim.want(), save_due=world.is_main and checkpoints.due(first)):
+        due = agreement.lag > 0 and world.is_main and checkpoints.due(first)  # else asked after that step
+        if agreement.begin(first, want=reclaim.want(), save_due=due):
             return reclaim_reason(reclaim), state.step
         metrics = stack.enter_context(_metrics(config, attempt, first, model, world))
         record = _Recorder(config, metrics, state)

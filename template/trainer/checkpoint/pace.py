@@ -33,6 +33,7 @@ class Pace:
         self._last, self._first_pending = resumed, config.retune
         self._started: float | None = None
         self._ticked: float | None = None
+        self._warm = False
         self._saving = False
         self._quiet_s: deque[float] = deque(maxlen=_WINDOW)  # durations of steps without a save in flight
         self._busy_s: deque[float] = deque(maxlen=_WINDOW)  # and with one
@@ -42,8 +43,9 @@ class Pace:
     def due(self, step: int, now: float | None = None) -> bool:
         """Whether to save after `step`. Asked once for each step, in order; `now` in `time.monotonic()` seconds."""
         now = time.monotonic() if now is None else now
-        if self._ticked is not None:
+        if self._ticked is not None and self._warm:
             (self._busy_s if self._saving else self._quiet_s).append(now - self._ticked)
+        self._warm = self._ticked is not None  # the first step is slower than any other
         self._ticked = now
         self._started = now if self._started is None else self._started
         if not self._config.retune:
