@@ -281,7 +281,7 @@ def prepare(config: Config) -> list[str]:
         )
     mount = inspect(directory)
     lines = []
-    survived = _mark(config)
+    survived = _mark(config) if volume else None
     if mount.verdict == "FAIL" and volume and not config.volume.allow_ephemeral:
         raise ConfigError(
             f"checkpoint.dir {str(config.checkpoint_root)!r} {mount.why}; it must be on the persistent volume "
