@@ -69,7 +69,8 @@ class AveragedWeights:
     @torch.no_grad()
     def restart(self) -> None:
         """Average from here on: the parameters as they are."""
-        torch._foreach_copy_(list(self.averages.values()), list(self.parameters.values()))
+        for name, average in self.averages.items():
+            average.copy_(self.parameters[name])
 
     @torch.no_grad()
     def update(self) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from trainer.data import derive_seed
 from trainer.optim import AveragedWeights
-from trainer.outcome import ConfigError
 
 
 class TrainState:
@@ -68,10 +67,8 @@ class TrainState:
 
         Model, averages and progress are the live tensors; optimizer state is made for the parameters that have some
         in the checkpoint; random-number states are those of this rank, if it was there. Averages that are new
-        (`optim.ema_decay` was accepted) start from the weights, and those no longer wanted are dropped.
-
-        Raises:
-            ConfigError: names, shapes or types that differ, each of them named.
+        (`optim.ema_decay` was accepted) start from the weights, and those no longer wanted are dropped. Whoever loads
+        checks that the names, shapes and types are those of the checkpoint.
         """
         parameters = {name: parameter for parameter, name in self.names.items()}
         target = self._live()
@@ -88,7 +85,6 @@ class TrainState:
                 target[name] = torch.zeros_like(parameters[rest].detach())
             elif name.startswith(f"rng.rank{self.rank}."):
                 target[name] = _zeros(entry)
-        _same_names_and_kinds(saved, target)
         self._loading = target
         return target
 
@@ -122,33 +118,6 @@ class TrainState:
 
 def _zeros(saved: Any) -> Tensor:
     return torch.zeros(tuple(saved.size), dtype=saved.properties.dtype)
-
-
-def _same_names_and_kinds(saved: Mapping[str, Any], target: Mapping[str, Tensor]) -> None:
-    """DCP drops names that the target lacks and casts types silently: refuse both, and shapes, with one line."""
-    extra = [name for name in saved if name not in target and not name.startswith("rng.")]
-    missing = [name for name in target if name not in saved]
-    other = []
-    for name in target.keys() & saved.keys():
-        was = (tuple(saved[name].size), saved[name].properties.dtype)
-        now = (tuple(target[name].shape), target[name].dtype)
-        if was != now:
-            other.append(f"{name} (was {_kind(*was)}, is {_kind(*now)})")
-    found = [
-        f"{what}: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        for what, names in (
-            ("only in the checkpoint", extra),
-            ("only in the model or optimizer", missing),
-            ("of another shape or type", sorted(other)),
-        )
-        if names
-    ]
-    if found:
-        raise ConfigError(f"the checkpoint does not fit this model and optimizer: {'; '.join(found)}")
-
-
-def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
