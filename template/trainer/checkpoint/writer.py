@@ -165,8 +165,11 @@ def publish(commit: Commit, order: Order) -> list[Path]:
         commits.write_durably(order.directory / COMMIT, content)
         commits.fsync_directory(order.directory)
     with commit_lock(order.run_dir, order.attempt):
-        if order.mode == "manifest":
-            commits.write_durably(order.final / COMMIT, content)
+        if order.mode == "manifest":  # one small file does move in one piece
+            temporary = order.final / f".{COMMIT}.{order.mark}"
+            commits.write_durably(temporary, content)
+            temporary.rename(order.final / COMMIT)
+            commits.fsync_directory(order.final)
         else:
             if order.final.exists():
                 try:
