@@ -6,16 +6,20 @@ again=75 # restart.exit_reclaimed
 pause=${RESTART_PAUSE:-60} # seconds; a machine that is being taken away is gone by then
 stop=
 run=
-trap 'stop=yes; [ -z "$run" ] || kill -TERM "$run" 2>/dev/null' TERM INT USR1
+listen() { trap 'stop=yes; [ -z "$run" ] || kill -TERM "$run" 2>/dev/null' TERM INT USR1; }
+listen
 
 while true; do
     bash startup/onstart.sh "$@" &
     run=$!
     [ -z "$stop" ] || kill -TERM "$run"
     while kill -0 "$run" 2>/dev/null; do wait "$run"; done # a signal ends `wait` early
+    trap '' TERM INT USR1 # and must not spoil the exit code of what has just ended
     wait "$run"
     code=$?
+    [ "$code" -ge 0 ] || code=$again # bash has lost it among many signals: this one is never wrong
     run=
+    listen
     if [ "$code" -ne "$again" ] || [ -n "$stop" ]; then break; fi
     echo "until-done.sh: again in $pause s" >&2
     sleep "$pause" &
