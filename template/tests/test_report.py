@@ -159,6 +159,17 @@ def test_latencies_tell_the_first_save_of_an_attempt_from_the_others(run: Run) -
     assert found.write_s.count == 4
 
 
+def test_a_save_may_be_committed_before_it_is_said_to_be_staged(run: Run) -> None:
+    run.start(0, step=0, world_size=1)
+    run.event("save_started", step=10)
+    run.now += 1
+    run.event("save_committed", step=10, write_s=1.0, bytes=1)
+    run.now += 0.1
+    run.event("save_staged", step=10, stall_s=0.2)
+    (save,) = read(run).saves
+    assert (save.outcome, save.stall_s, save.durable_s) == ("committed", 0.2, 1.0)
+
+
 def test_failed_lost_and_running_saves_are_told_apart(run: Run) -> None:
     run.start(0, step=0, world_size=1)
     run.event("save_started", step=10)
@@ -307,7 +318,7 @@ def test_a_reclaim_that_lost_steps_points_at_the_grace_period(run: Run) -> None:
     run.start(5, step=10, world_size=1)
     run.train(11, 12)
     lines = suggestions(read(run, alive=True), ASSUMED, grace_s=8)
-    assert any(line.startswith("reclaim.grace_s: 1 reclaims lost 40 steps") and "8 s" in line for line in lines)
+    assert any(line.startswith("reclaim.grace_s: 1 reclaim lost 40 steps") and "8 s" in line for line in lines)
 
 
 def test_retuning_is_shown_with_what_it_changed(run: Run) -> None:

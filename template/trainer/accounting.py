@@ -268,9 +268,9 @@ def suggestions(found: Account, settings: CheckpointConfig, grace_s: float) -> l
                 lines.append(f"checkpoint.every_steps: {steps} instead of {settings.every_steps} follows from that")
     unsaved = [one for one in found.interruptions if one.kind == RECLAIMED and not one.flushed]
     if unsaved:
-        took = found.durable_s.median
+        took, lost = found.durable_s.median, sum(one.lost_steps for one in unsaved)
         lines.append(
-            f"reclaim.grace_s: {len(unsaved)} reclaims lost {sum(one.lost_steps for one in unsaved)} steps; "
+            f"reclaim.grace_s: {_counted(len(unsaved), 'reclaim')} lost {_counted(lost, 'step')}; "
             + (f"a save takes {took:.1f} s, " if took else "")
             + f"the grace period is {grace_s:g} s: raise it on the platform and here where that is possible"
         )
@@ -389,22 +389,21 @@ def _last_steps(events: Iterable[Record]) -> dict[int, int]:
 def _saves(events: Sequence[Record], attempts: Mapping[int, Attempt], alive: bool) -> list[Save]:
     """Every save of the ledger, in its order."""
     found: list[dict[str, Any]] = []
-    seen: set[int] = set()  # attempts
-    opened: list[dict[str, Any]] = []  # one at a time in a healthy run
+    seen: dict[int, list[dict[str, Any]]] = {}  # attempt -> its saves
     for event in events:
         name = event.get("event")
         if name not in ("save_started", "save_staged", "save_committed", "save_failed"):
             continue
         attempt, step, time = event["attempt"], event.get("step"), event["time"]
-        opened = [one for one in opened if one["attempt"] == attempt and one["outcome"] is None]
-        same = [one for one in opened if step in (None, one["step"])]
-        if name == "save_started" or not same:
-            save = {"attempt": attempt, "step": step, "first": attempt not in seen, "outcome": None}
-            seen.add(attempt)
+        mine = seen.setdefault(attempt, [])
+        # The writer's `save_committed` may come before the trainer's `save_staged`.
+        same = next((one for one in mine[:-4:-1] if step in (None, one["step"])), None)
+        if name == "save_started" or same is None:
+            save = {"attempt": attempt, "step": step, "first": not mine, "outcome": None}
             found.append(save)
-            opened.append(save)
+            mine.append(save)
         else:
-            save = same[-1]
+            save = same
         if name == "save_started":
             save["started"] = time
         elif name == "save_staged":
@@ -593,7 +592,7 @@ def _assumptions(
 ) -> list[Assumption]:
     ends = [one["reason"] for one in ledger.attempts(events).values()]
     interruptions = sum(reason in (RECLAIMED, KILLED) for reason in ends)
-    mtbi_s, over = ledger.mtbi_s(events), f"{interruptions} interruptions"
+    mtbi_s, over = ledger.mtbi_s(events), _counted(interruptions, "interruption")
     trained_s = seconds.elapsed - seconds.paused - seconds.restart
     quiet = interruptions == 0 and trained_s > 3 * settings.mtbi_s  # by chance in one of 20 runs
     if quiet:
@@ -602,10 +601,14 @@ def _assumptions(
     counted = len(steps.tokens) or sum(event.get("event") == "step_time" for event in events)
     rows: list[tuple[str, float | None, str]] = [
         ("mtbi_s", mtbi_s, over),
-        ("step_time_s", step_s, f"{counted} steps"),
-        ("save_time_s", durable_s.median, f"{durable_s.count} saves"),
-        ("save_stall_s", stall_s.steady if stall_s.steady is not None else stall_s.median, f"{stall_s.count} saves"),
-        ("restart_time_s", _median(recoveries), f"{len(recoveries)} restarts"),
+        ("step_time_s", step_s, _counted(counted, "step")),
+        ("save_time_s", durable_s.median, _counted(durable_s.count, "save")),
+        (
+            "save_stall_s",
+            stall_s.steady if stall_s.steady is not None else stall_s.median,
+            _counted(stall_s.count, "save"),
+        ),
+        ("restart_time_s", _median(recoveries), _counted(len(recoveries), "restart")),
     ]
     found = []
     for name, measured, text in rows:
@@ -684,6 +687,10 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 def _number(value: Any) -> float | None:
     return float(value) if _is_number(value) else None
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _plain(value: float) -> str:

@@ -531,13 +531,14 @@ def _template_version(project: Path) -> str:
 
 
 def _lost(run_dir: Path, commit: Commit) -> dict[str, Any]:
-    """What the interruption before this start cost: steps that have to be trained again, and the time they took."""
+    """What the interruption before this start cost: steps that have to be trained again, and the time they took.
+
+    Where an attempt between has loaded a checkpoint and made no step, it has said so already.
+    """
     lines = [line for line in read_records(run_dir, "metrics") if isinstance(line.get("step"), int)]
-    if not lines:
-        return {"lost_steps": 0, "lost_s": 0.0}
-    last = max(line.get("attempt", 0) for line in lines)
-    reached = max(line["step"] for line in lines if line.get("attempt", 0) == last)
-    lost = max(0, reached - commit.step)
-    events = [event for event in read_ledger(run_dir) if event.get("attempt") == last]
-    until = max((event["time"] for event in events), default=commit.time)
-    return {"lost_steps": lost, "lost_s": round(max(0.0, until - commit.time), 3) if lost else 0.0}
+    last = max((line.get("attempt", 0) for line in lines), default=0)
+    told = any(event["event"] == "resumed" and event["attempt"] > last for event in read_ledger(run_dir))
+    again = [line for line in lines if line.get("attempt", 0) == last and line["step"] > commit.step and not told]
+    tokens = commit.fingerprint.get("data.global_batch", 0) * commit.fingerprint.get("data.sequence_length", 0)
+    seconds = sum(tokens / line["tokens_per_s"] for line in again if line.get("tokens_per_s"))
+    return {"lost_steps": len(again), "lost_s": round(seconds, 3)}
