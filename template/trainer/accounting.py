@@ -421,6 +421,13 @@ def _saves(events: Sequence[Record], attempts: Mapping[int, Attempt], alive: boo
     return [Save(**save) for save in found]
 
 
+def _by_attempt(saves: Iterable[Save]) -> dict[int, list[Save]]:
+    found: dict[int, list[Save]] = {}
+    for save in saves:
+        found.setdefault(save.attempt, []).append(save)
+    return found
+
+
 def spread(saves: Iterable[Save], name: str) -> Spread:
     """The figures of one latency (`stall_s`, `write_s`, `durable_s`) over all saves that have it."""
     measured = [(value, save.first) for save in saves if (value := getattr(save, name)) is not None]
@@ -465,6 +472,7 @@ def _losses(
     for event in events:
         if event.get("event") == "resumed":
             resumed.setdefault(event["attempt"], event)
+    by_attempt = _by_attempt(saves)
     trained = [one for one in attempts if one.last_step is not None]
     losses = {}
     for index, one in enumerate(trained):
@@ -485,7 +493,7 @@ def _losses(
         ]
         if lost_s is None and again:
             # The save at `start` was worth it: its stall, inside the first step that was lost, is not lost work.
-            worth = sum(save.stall_s or 0.0 for save in saves if (save.attempt, save.step) == (one.attempt, start))
+            worth = sum(save.stall_s or 0.0 for save in by_attempt.get(one.attempt, ()) if save.step == start)
             lost_s = sum(steps.seconds(key) for key in again) - worth
         if lost_s is None:
             lost_s = lost_steps * (steps.typical_s() or _step_time(events) or 0.0)
@@ -497,6 +505,7 @@ def _interruptions(
     events: Sequence[Record], attempts: Sequence[Attempt], saves: Sequence[Save], losses: Mapping[int, _Loss]
 ) -> list[Interruption]:
     notices = {event["attempt"]: event for event in events if event.get("event") == "reclaim_noticed"}
+    by_attempt = _by_attempt(saves)
     found = []
     for one in attempts:
         kind = CRASHED if one.reason == "unavailable" and one.last_step is not None else one.reason
@@ -517,7 +526,7 @@ def _interruptions(
                 lost_s=loss.seconds,
                 recovery_s=_gap(one, loss.next, attempts)[0] if loss.next else None,
                 flushed=loss.steps == 0,
-                save_in_flight=_in_flight(one, notice.get("time", one.end), saves),
+                save_in_flight=_in_flight(notice.get("time", one.end), by_attempt.get(one.attempt, ())),
             )
         )
     return found
@@ -537,9 +546,9 @@ def _gap(one: Attempt, after: Attempt, attempts: Sequence[Attempt]) -> tuple[flo
     return restart - paused + after.startup_step_s, paused
 
 
-def _in_flight(one: Attempt, moment: float, saves: Sequence[Save]) -> str | None:
-    """What became of the save that was under way at `moment`."""
-    for save in reversed([save for save in saves if save.attempt == one.attempt and save.started is not None]):
+def _in_flight(moment: float, saves: Sequence[Save]) -> str | None:
+    """What became of the one of an attempt's `saves` that was under way at `moment`."""
+    for save in reversed([save for save in saves if save.started is not None]):
         assert save.started is not None
         if save.started < moment:
             if save.outcome == "lost":
