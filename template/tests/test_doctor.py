@@ -103,6 +103,8 @@ def test_doctor_needs_no_torch(project: Path) -> None:
 def test_a_missing_volume_fails_with_the_launchers_words(config: Config) -> None:
     gone = dataclasses.replace(config, volume=dataclasses.replace(config.volume, mount="/nowhere/at/all"))
     assert by_name(doctor.check_storage(gone))["storage"].text.startswith("volume.mount is '/nowhere/at/all'")
+    found = list(doctor.examine(["volume.mount=/nowhere/at/all"], config.project))
+    assert [check.name for check in found if check.grade == "fail"] == ["storage"]
 
 
 @pytest.mark.parametrize(("provider", "grade"), [("local", "warn"), ("aws", "fail")])
@@ -235,7 +237,9 @@ def test_the_interval_is_possible_and_kept(config: Config, changes: dict[str, fl
 def test_what_a_reclaim_would_cost_is_said(
     config: Config, grace_s: float, save_s: float, grade: str, said: str
 ) -> None:
-    check = doctor.check_grace(dataclasses.replace(config, reclaim=ReclaimConfig(grace_s)), 500, 1.0, save_s)
+    check = doctor.check_grace(
+        dataclasses.replace(config, reclaim=ReclaimConfig(grace_s)), 500, 1.0, save_s, "measured"
+    )
     assert check.grade == grade
     assert said in check.text
 
@@ -244,7 +248,10 @@ def test_measured_saves_decide_and_wrong_assumptions_are_said(config: Config) ->
     config.run_dir.mkdir(parents=True)
     ledger = Ledger(config.run_dir, 1)
     ledger.record("attempt_started", world_size=1, step=0)
-    assert grades(doctor.check_history(config)) == {"grace": "warn", "assumptions": "ok"}  # 30 s assumed, 30 s of grace
+    found = by_name(doctor.check_history(config))
+    assert (found["grace"].grade, found["assumptions"].grade) == ("ok", "ok")
+    assert "estimated from a write of that size" in found["grace"].text
+    assert [path.name for path in config.run_dir.iterdir()] == ["ledger.jsonl"]
     ledger.record("save_started", step=10)
     ledger.record("save_staged", step=10, stall_s=0.01)
     ledger.record("save_committed", step=10, write_s=0.01, bytes=1)

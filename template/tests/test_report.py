@@ -296,6 +296,7 @@ def test_suggestions_name_the_keys_and_the_values(run: Run) -> None:
     assert any(line.startswith("checkpoint.save_time_s: 4 instead of 40") for line in lines)
     assert any(line.startswith("checkpoint.every_steps: ") for line in lines)
     assert not any(line.startswith("checkpoint.restart_time_s") for line in lines)
+    assert lines[-1].endswith("copier update --vcs-ref=:current: --data step_time=1s --data save_time=4s")
 
 
 def test_no_suggestion_where_the_assumptions_hold(run: Run) -> None:

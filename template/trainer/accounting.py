@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 
 from trainer import ledger
 from trainer.config import CheckpointConfig
-from trainer.interval import IntervalError, compute_interval
+from trainer.interval import IntervalError, compute_interval, format_duration
 
 RECLAIMED, KILLED, INTERRUPTED, CRASHED = "reclaimed", ledger.UNINTENDED, "interrupted", "crashed"
 KINDS = (RECLAIMED, KILLED, INTERRUPTED, CRASHED)
@@ -266,6 +266,9 @@ def suggestions(found: Account, settings: CheckpointConfig, grace_s: float) -> l
         else:
             if steps != settings.every_steps:
                 lines.append(f"checkpoint.every_steps: {steps} instead of {settings.every_steps} follows from that")
+            answers = [name for name in values if values[name] != getattr(settings, name)]
+            data = " ".join(f"--data {name.removesuffix('_s')}={format_duration(values[name])}" for name in answers)
+            lines.append(f"all of that at once: copier update --vcs-ref=:current: {data}")
     unsaved = [one for one in found.interruptions if one.kind == RECLAIMED and not one.flushed]
     if unsaved:
         took, lost = found.durable_s.median, sum(one.lost_steps for one in unsaved)

@@ -10,11 +10,13 @@ import dataclasses
 import importlib.metadata
 import json
 import math
+import os
 import re
 import shlex
 import shutil
 import stat
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +41,8 @@ from trainer.storage import Kind
 OLDEST_TORCH, FIRST_UNTRIED_TORCH = (2, 11), (2, 16)
 _REQUIREMENTS = Path("startup/requirements.txt")
 _READ_WHOLE_BYTES = 4 << 30  # a newest checkpoint up to this size is read and its checksums compared
+_TIMED_BYTES = 128 << 20  # at most this much is written to estimate how long a save takes
+_OVER_A_WRITE = 1.5  # a save against a plain write of its bytes
 _DRILL_AGE_S = 90 * 86_400.0
 
 
@@ -304,21 +308,38 @@ def check_history(config: Config) -> Iterator[Check]:
         config.checkpoint,
         sequence_length=config.data.sequence_length,
     )
-    measured = save_time_s(events)
+    save_s, source = save_time_s(events), "measured"
+    if save_s is None and not config.run_dir.is_dir():
+        save_s, source = config.checkpoint.save_time_s, "assumed"
+    elif save_s is None:
+        size, _ = storage.checkpoint_bytes(config)
+        save_s, source = _OVER_A_WRITE * timed_write(config.run_dir, size), "estimated from a write of that size"
     step_s = next(one.measured for one in found.assumptions if one.key == "checkpoint.step_time_s")
-    yield check_grace(config, found.current_steps, step_s, measured)
+    yield check_grace(config, found.current_steps, step_s or config.checkpoint.step_time_s, save_s, source)
     yield from _check_assumptions(config, found)
 
 
-def check_grace(config: Config, every_steps: int, step_s: float | None, save_s: float | None) -> Check:
+def timed_write(directory: Path, size: int) -> float:
+    """Seconds to write `size` bytes into `directory` and sync them; a part of large ones stands for all."""
+    part = min(max(size, 1), _TIMED_BYTES)
+    block = os.urandom(min(part, 1 << 20))
+    with tempfile.TemporaryFile(dir=directory) as file:
+        begin = time.monotonic()
+        for _ in range(-(-part // len(block))):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return (time.monotonic() - begin) * max(1.0, size / part)
+
+
+def check_grace(config: Config, every_steps: int, step: float, save: float, source: str) -> Check:
     """What a reclaim would cost, by the launcher's own decision.
 
     Args:
-        step_s, save_s: as measured; None: the figures of the configuration.
+        step, save: seconds of a step and of a save until it is durable.
+        source: where the latter is from.
     """
-    settings, grace_s = config.checkpoint, config.reclaim.grace_s
-    source = "measured" if save_s is not None else "assumed until measured"
-    step, save = step_s or settings.step_time_s, save_s or settings.save_time_s
+    grace_s = config.reclaim.grace_s
     left_s = grace_s - min(3.0, grace_s / 4)  # the launcher's margin
     in_flight = math.ceil(save / step)  # steps made while a save is written
     figures = f"a save takes {span(save)} ({source}), the grace period is {grace_s:g} s"
