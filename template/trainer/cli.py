@@ -98,7 +98,7 @@ def train(
     except BaseException:
         message = traceback.format_exc()
     write_status(runtime, rank, reason, step, message)
-    if message and (runtime is None or reason is Reason.CRASHED):
+    if message and runtime is None:  # else the launcher shows what the rank that failed first has written
         click.echo(message if reason is Reason.CRASHED else f"error: {message}", err=True)
     sys.stdout.flush()
     sys.stderr.flush()

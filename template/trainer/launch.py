@@ -142,12 +142,10 @@ class Start:
 
 
 def torchrun_command(start: Start) -> list[str]:
-    """torchrun with one restart layer less (ours is the only one) and the ranks' own command line."""
+    """torchrun (or what stands for it on one node) and the ranks' own command line; it restarts nothing itself."""
     nodes = start.nodes
     rendezvous = [f"--nnodes={nodes.count}", f"--rdzv-id={start.run_name}{nodes.job and '.' + nodes.job}"]
-    if nodes.count == 1:
-        rendezvous += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    else:
+    if nodes.count > 1:
         host = int(nodes.is_first)
         rendezvous += [f"--rdzv-endpoint={nodes.endpoint}", f"--rdzv-conf=is_host={host},read_timeout=300"]
     return [
@@ -351,6 +349,7 @@ class Supervisor:
                     if ended.message:
                         say(f"on the way out, {ended.message}")
                     return restart.exit_reclaimed
+            say(f"crashed: {ended.message}")
             if step > saved:
                 restarts, saved, before = 0, step, None  # progress: the budget is whole again
             crash = (ended.step, ended.message.splitlines()[-1])
@@ -364,16 +363,12 @@ class Supervisor:
                 return self._give_up(ended, f"restart.max_crash_restarts is {restart.max_crash_restarts}")
             restarts += 1
             pause = min(MOST_BACKOFF_S, restart.backoff_s * 2 ** (restarts - 1))
-            say(
-                f"crashed at step {ended.step} ({ended.message.splitlines()[-1]}); restart {restarts} of "
-                f"{restart.max_crash_restarts} from step {step} in {pause:.0f} s"
-            )
+            say(f"restart {restarts} of {restart.max_crash_restarts} from step {step} in {pause:.0f} s")
             self._pause(pause)
 
     def _give_up(self, ended: Ended, why: str) -> int:
-        say(f"crashed: {ended.message}")
-        say(f"giving up at step {ended.step}: {why}; step {self.newest_step()} is saved")
         self._let_daemons_end()
+        say(f"giving up at step {ended.step}: {why}; step {self.newest_step()} is saved")
         return CRASHED
 
     def _pause(self, seconds: float) -> None:

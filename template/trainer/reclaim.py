@@ -58,7 +58,10 @@ def prepare_rank(runtime: Path | None) -> None:
         signal.signal(number, _remember)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if runtime is not None:
-        die_with_parent()
+        parent = None
+        with contextlib.suppress(OSError, ValueError):
+            parent = int((runtime / "torchrun.pid").read_text())
+        die_with_parent(parent)
         (runtime / f"{_LOADING}{os.getpid()}").touch()
 
 
