@@ -1,8 +1,8 @@
-"""A small FSDP2 training run around the real `Checkpoints`, for tests: run it with torchrun.
+"""A small FSDP2 training run around the real `Checkpoints`, for tests: each rank is a process of its own.
 
-    torchrun --nproc-per-node 2 checkpoint_ranks.py SCENARIO RUN_DIR [ATTEMPT]
+    RANK=… WORLD_SIZE=… MASTER_ADDR=… MASTER_PORT=… checkpoint_ranks.py SCENARIO RUN_DIR ATTEMPT
 
-Each scenario is a function of `Ranks`; it prints what happened as JSON lines that begin with `@`, from rank 0.
+Each scenario is a function of `Ranks`; it says what happened as JSON lines that begin with `@`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from trainer.checkpoint import daemon
-from trainer.checkpoint.manager import Checkpoints
+from trainer.checkpoint.manager import Checkpoints, SavesFailed
 from trainer.config import CheckpointConfig, Config, RunConfig
 from trainer.ledger import Ledger
 
@@ -136,21 +136,128 @@ class Ranks:
 
 def train(ranks: Ranks) -> None:
     """Resume, train to `STEPS` saving every fifth step, say the losses."""
-    with ranks.checkpoints() as (checkpoints, state):
+    state = ToyState(ranks.rank, int(os.environ.get("WIDTH", WIDTH)), int(os.environ.get("LAYERS", "2")))
+    with ranks.checkpoints(state) as (checkpoints, state):
         resumed = checkpoints.resume()
         ranks.say(resumed=resumed and resumed.step)
-        losses = {}
+        losses: dict[int, float] = {}
         while state.step < int(os.environ.get("STEPS", "12")):
-            losses[state.step + 1] = ranks.train_step(checkpoints, state)
+            loss = ranks.train_step(checkpoints, state)
+            losses[state.step] = loss
             if checkpoints.due(state.step):
                 checkpoints.save(state.step, state.samples)
+                ranks.say(saving=state.step, daemon=daemon.pid())
         checkpoints.save(state.step, state.samples)
         ranks.say(finished=checkpoints.finish(), losses=losses)
 
 
-SCENARIOS: dict[str, Callable[[Ranks], None]] = {function.__name__: function for function in (train,)}
+def fail(ranks: Ranks) -> None:
+    """One fault after the other; after each the next save has to work, and training goes on."""
+    with ranks.checkpoints(deadline_s=20.0) as (checkpoints, state):
+        checkpoints.resume()
+
+        def save(fault: str) -> None:
+            ranks.train_step(checkpoints, state)
+            checkpoints.save(state.step, state.samples)
+            ranks.until_settled(checkpoints)
+            ranks.train_step(checkpoints, state)  # goes on
+            ranks.say(
+                fault=fault, step=state.step - 1, committed=checkpoints._committed, failures=checkpoints._failures
+            )
+
+        def works(after: str) -> None:
+            ranks.until_settled(checkpoints)
+            save(f"none, after {after}")
+
+        save("none")
+        # The process is killed while nothing is in flight, on one rank.
+        if ranks.rank == 1:
+            os.kill(daemon.pid() or 0, signal.SIGKILL)
+            os.waitid(os.P_PID, daemon.pid() or 0, os.WEXITED | os.WNOWAIT)
+        ranks.until_settled(checkpoints)
+        works("a killed idle writer")
+        # It is stopped, so that the save cannot end, then killed.
+        if ranks.rank == 0:
+            os.kill(daemon.pid() or 0, signal.SIGSTOP)
+        ranks.train_step(checkpoints, state)
+        checkpoints.save(state.step, state.samples)
+        checkpoints.before_optimizer_step()
+        if ranks.rank == 0:
+            os.kill(daemon.pid() or 0, signal.SIGKILL)
+        ranks.until_settled(checkpoints)
+        ranks.say(fault="a writer killed in a save", step=state.step, committed=checkpoints._committed)
+        works("a writer killed in a save")
+        # The volume refuses: where the files should go there is a file.
+        in_the_way = ranks.run_dir / f".step_{state.step + 1:08d}.{ranks.attempt}.{checkpoints._tries}"
+        if ranks.rank == 0:
+            in_the_way.write_text("")
+        dist.barrier(ranks.control)
+        save("a file in the way")
+        works("a file in the way")
+        # One rank's state cannot be saved.
+        honest = state.state_dict
+        if ranks.rank == 1:
+            state.state_dict = lambda: honest() | {"odd": "text"}  # type: ignore[method-assign]
+        save("a value that is no tensor, on one rank")
+        state.state_dict = honest  # type: ignore[method-assign]
+        works("a value that is no tensor")
+        # A process does not know what its peers know.
+        checkpoints.finish()
+        if ranks.rank == 1:
+            checkpoints._stager._layout = dataclasses.replace(checkpoints._stager._layout, token="another")
+        save("a writer that has forgotten the layout")
+        works("a writer that has forgotten the layout")
 
 
+def hang(ranks: Ranks) -> None:
+    """One rank's process hangs: its saves are overdue, and after the second failure in a row all ranks stop."""
+    with ranks.checkpoints(deadline_s=6.0, max_failed_saves=2) as (checkpoints, state):
+        checkpoints.resume()
+        for _ in range(3):
+            ranks.until_settled(checkpoints)
+            if ranks.rank == 1:
+                os.kill(daemon.pid() or 0, signal.SIGSTOP)
+            ranks.train_step(checkpoints, state)
+            checkpoints.save(state.step, state.samples)
+            try:
+                ranks.until_settled(checkpoints)
+            except SavesFailed as error:
+                print("@" + json.dumps({"stopped": ranks.rank, "why": str(error)}), flush=True)
+                raise
+
+
+def mix(ranks: Ranks) -> None:
+    """Everything changes as soon as it may, while the save is being written; twenty times, back to back."""
+    state = ToyState(ranks.rank, width=512)
+    with ranks.checkpoints(state, keep_last=100) as (checkpoints, state):
+        checkpoints.resume()
+        ranks.train_step(checkpoints, state)
+        resident = []
+        for step in range(1, 41):
+            with torch.no_grad():
+                for name, tensor in state.state_dict().items():
+                    if not name.startswith("rng."):
+                        tensor.fill_(step)
+            state.step = step
+            state.samples = step
+            checkpoints.save(step, step)
+            checkpoints.before_optimizer_step()
+            resident.append((_resident_bytes(os.getpid()), _resident_bytes(daemon.pid() or 0)))
+        ranks.say(finished=checkpoints.finish(), resident=resident)
+
+
+def _resident_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+SCENARIOS: dict[str, Callable[[Ranks], None]] = {function.__name__: function for function in (train, fail, hang, mix)}
+
+
+if __name__ == "__mp_main__":
+    logging.disable(logging.INFO)
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     for number in (signal.SIGTERM, signal.SIGINT):

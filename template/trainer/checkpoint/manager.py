@@ -38,6 +38,7 @@ __all__ = ["Checkpoints", "Resumed", "SavesFailed", "load_tensors"]
 
 log = logging.getLogger(__name__)
 
+START_S = 120.0  # at least, for the writer processes to start and find each other
 CRASH_PATIENCE_S = 30.0  # for the save in flight when the training loop ends in an error
 END_PATIENCE_S = 10.0  # for the writer process to delete what was pruned
 
@@ -76,6 +77,8 @@ class _Flight:
 
     future: Future[Any]
     started: float  # time.monotonic()
+    deadline: float
+    what: str  # for people
     step: int | None = None  # None: nothing is to be committed
     samples: int = 0
     ended: float | None = None
@@ -87,6 +90,9 @@ class _Flight:
 
     def _end(self, future: Future[Any]) -> None:
         self.ended = time.monotonic()
+
+    def overdue(self) -> bool:
+        return time.monotonic() > self.deadline
 
     def error(self) -> BaseException | None:
         """Why it failed; None while it runs and when it has succeeded."""
@@ -266,7 +272,7 @@ class Checkpoints:
             self.ledger.record("save_started", step=step)
             self._pace.began(step)
         order = self._order(step, samples)
-        self._flight = _Flight(self._dispatch(CommittingWriter(order)), begin, step, samples)
+        self._flight = self._fly(CommittingWriter(order), begin, f"the save of step {step}", step, samples)
         self._flight.stall_s = time.monotonic() - begin
         self._rehearsed = self._stale = True
 
@@ -288,7 +294,7 @@ class Checkpoints:
         if flight is None:
             return {"save_done": False, "save_failed": not daemon.alive()}
         done = flight.future.done()
-        failed = flight.error() is not None or (not done and (self._overdue(flight) or not daemon.alive()))
+        failed = flight.error() is not None or (not done and (flight.overdue() or not daemon.alive()))
         return {"save_done": done and not failed, "save_failed": failed}
 
     def settle(self, done_everywhere: bool, failed_anywhere: bool) -> None:
@@ -364,9 +370,14 @@ class Checkpoints:
                 process_group=self.group,
                 async_checkpointer_type=AsyncCheckpointerType.PROCESS,
             )
-        self._flight = _Flight(cast("Future[Any]", future), begin)
+        patience_s = max(START_S, self.config.checkpoint.deadline_s)
+        self._flight = _Flight(
+            cast("Future[Any]", future), begin, begin + patience_s, "the start of the writer process"
+        )
 
-    def _dispatch(self, writer: CommittingWriter) -> Future[Any]:
+    def _fly(
+        self, writer: CommittingWriter, begin: float, what: str, step: int | None = None, samples: int = 0
+    ) -> _Flight:
         response = async_save(
             self.state.state_dict(),
             storage_writer=writer,
@@ -375,19 +386,17 @@ class Checkpoints:
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
             async_stager=self._stager,
         )
-        return cast("Future[Any]", cast(AsyncSaveResponse, response).upload_completion)
+        future = cast("Future[Any]", cast(AsyncSaveResponse, response).upload_completion)
+        return _Flight(future, begin, begin + self.config.checkpoint.deadline_s, what, step, samples)
 
     def _rehearse(self) -> None:
         """Make room for the copy and plan once, writing nothing, so that the first save is as fast as the others."""
         begin = time.monotonic()
-        self._flight = _Flight(self._dispatch(Rehearsal(self._order(0, 0))), begin)
+        self._flight = self._fly(Rehearsal(self._order(0, 0)), begin, "the rehearsal of a save")
         copied = self._stager.copied
         assert copied is not None
         copied.exception(timeout=self.config.checkpoint.deadline_s)
         self._flight.staged = self._rehearsed = self._stale = True
-
-    def _overdue(self, flight: _Flight) -> bool:
-        return time.monotonic() - flight.started > self.config.checkpoint.deadline_s
 
     def _wait(self, flight: _Flight, patience_s: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -397,8 +406,7 @@ class Checkpoints:
         """Wait for what is in flight; all ranks agree how it ended, and go on without it."""
         if self._flight is None:
             return
-        left_s = self._flight.started + self.config.checkpoint.deadline_s - time.monotonic()
-        self._wait(self._flight, left_s)
+        self._wait(self._flight, self._flight.deadline - time.monotonic())
         failed = not self._flight.future.done() or self._flight.error() is not None
         if any(self._gather(failed)):
             self._recover()
@@ -422,6 +430,7 @@ class Checkpoints:
         """A save failed, or a writer process is gone: replace all of them together, plan caches with them."""
         flight, self._flight = self._flight, None
         reasons = [text for text in self._gather(self._reason(flight)) if text]
+        reason = reasons[0] if reasons else "for a reason that no rank knows"
         daemon.end(0.0)
         if flight is not None:
             self._wait(flight, CRASH_PATIENCE_S)
@@ -432,18 +441,17 @@ class Checkpoints:
             self._failures += 1
             if self.rank == 0:
                 self._pace.ended(None, flight.stall_s)
-                what = "starting the writer" if step is None else f"the save of step {step}"
-                log.error("%s failed (%s); training goes on", what, reasons[0] if reasons else "unknown reason")
-                self.ledger.record("save_failed", step=step, reason=reasons[0] if reasons else "unknown")
-        else:
-            log.warning("the writer process was lost (%s) and is replaced", reasons[0] if reasons else "unknown reason")
+                log.error("%s failed (%s)", flight.what, reason)
+                self.ledger.record("save_failed", step=step, reason=reason)
+        elif self.rank == 0:
+            log.warning("the writer process was lost (%s) and is replaced", reason)
         self._tries += 1
         limit = self.config.checkpoint.max_failed_saves
         if self._failures >= limit:
             newest = self._committed
             kept = f"the newest one is step {newest}" if newest is not None else "there is none yet"
             raise SavesFailed(
-                f"{limit} saves in a row failed, the last with: {reasons[0] if reasons else 'unknown reason'}; "
+                f"{limit} saves in a row failed, the last with: {reason}; "
                 f"checkpoints that are complete were kept ({kept}): mend the volume or the machine, then start again"
             )
         self._start_daemon()
@@ -455,8 +463,9 @@ class Checkpoints:
             return _one_line(error)
         if not daemon.alive():
             return f"rank {self.rank}: the writer process died"
-        if flight is not None and self._overdue(flight):
-            return f"rank {self.rank}: not done after {self.config.checkpoint.deadline_s:.0f} s (checkpoint.deadline_s)"
+        if flight is not None and flight.overdue():
+            took_s, deadline_s = time.monotonic() - flight.started, self.config.checkpoint.deadline_s
+            return f"rank {self.rank}: not done after {took_s:.0f} s (checkpoint.deadline_s is {deadline_s:.0f})"
         return ""
 
     def _is_on_disk(self, step: int) -> bool:

@@ -52,15 +52,9 @@ _numbers = itertools.count()
 
 
 def layout_of(state: Mapping[str, Tensor]) -> Layout:
-    """Lay the tensors of a flat state dict (DTensors: their local part) out in an arena, in their order.
-
-    Raises:
-        TypeError: a value is no tensor; names it. Anything else would have to be unpickled on load.
-    """
+    """Lay the tensors of a flat state dict (DTensors: their local part) out in an arena, in their order."""
     slots, end = {}, 0
     for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}; a checkpoint holds tensors only, make it one")
         local = _local(tensor)
         slots[name] = Slot(end, local.dtype, local.shape)
         end += -(-local.nbytes // ALIGNMENT) * ALIGNMENT
@@ -75,7 +69,14 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _signature(state: Mapping[str, Tensor]) -> list[Any]:
-    """Changes whenever the layout has to: names, types, shapes, placements."""
+    """Changes whenever the layout has to: names, types, shapes, placements.
+
+    Raises:
+        TypeError: a value is no tensor; names it. Anything else would have to be unpickled on load.
+    """
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; a checkpoint holds tensors only, make it one")
     return [
         (name, tensor.dtype, tensor.shape, tensor.to_local().shape, tensor.placements)
         if isinstance(tensor, DTensor)
