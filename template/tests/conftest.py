@@ -21,13 +21,14 @@ HERE = Path(__file__).resolve().parent
 PATIENCE_S = 120.0  # with a call on all ranks; then their stacks are shown
 JOB = "job of this rank"  # a global of this file in a child: what to run
 
+torch.set_num_threads(1)  # tests share the cores with their ranks, and a forked rank must not inherit a pool
+
 
 def _be_a_rank(
     rank: int, size: int, port: int, file: str, function: str, arguments: tuple[Any, ...], out: Path
 ) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    torch.set_num_threads(1)
     stacks = (out / f"{rank}.stacks").open("w")
     faulthandler.dump_traceback_later(PATIENCE_S - 10, file=stacks)
     try:
