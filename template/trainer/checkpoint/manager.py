@@ -322,8 +322,10 @@ class Checkpoints:
             SavesFailed: one failure too many, on all ranks alike.
         """
         flight = self._flight
+        if flight is None or flight.step is None:
+            return True
         self._land()
-        if flight is None or flight.step is None or self._is_saved(flight.step):
+        if self._is_saved(flight.step):
             return True
         if not flight.staged:  # no optimizer step since
             log.warning("saving step %d once more", flight.step)
