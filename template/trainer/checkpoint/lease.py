@@ -166,7 +166,7 @@ class Lease:
         try:
             seen = read_record(run_dir)
             if not (free and _is_gone(seen, descriptor)):
-                _watch(run_dir, seen, stale_s)
+                free = _watch(run_dir, seen, stale_s, descriptor, free)
             with _locked(run_dir, LOCK_S):
                 if (now := read_record(run_dir)) != seen:
                     raise _held(run_dir, now)
@@ -310,8 +310,15 @@ def _is_gone(record: Record | None, descriptor: int) -> bool:
     return record is None or record.released or record.holder.get("kernel") == _kernel(descriptor)
 
 
-def _watch(run_dir: Path, seen: Record | None, stale_s: float) -> None:
-    """Return when lease.json has not changed for `stale_s`. Raises UnavailableError as soon as it does."""
+def _watch(run_dir: Path, seen: Record | None, stale_s: float, descriptor: int, free: bool) -> bool:
+    """Return when lease.json has not changed for `stale_s`, or its holder has died on this machine meanwhile.
+
+    Returns:
+        Whether the lock is ours now.
+
+    Raises:
+        UnavailableError: the heartbeat has moved.
+    """
     if seen and not seen.released:
         log.warning("%s; watching its heartbeat for %.0f s", _held(run_dir, seen), stale_s)
     start = time.monotonic()
@@ -319,6 +326,9 @@ def _watch(run_dir: Path, seen: Record | None, stale_s: float) -> None:
         time.sleep(min(0.25, stale_s / 10))
         if (now := read_record(run_dir)) != seen:
             raise _held(run_dir, now)
+        if not free and (free := _try_lock(descriptor)) and _is_gone(seen, descriptor):
+            break
+    return free
 
 
 def _held(run_dir: Path, record: Record | None) -> UnavailableError:
