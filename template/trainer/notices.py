@@ -79,7 +79,7 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedire
 
 
 def fetch(
-    url: str, headers: Mapping[str, str], method: str = "GET", timeout_s: float = TIMEOUT_S
+    url: str, headers: Mapping[str, str], method: str = "GET", timeout_s: float | None = None
 ) -> tuple[int, str, Mapping[str, str]]:
     """Status, body and headers (names in lower case) of one request.
 
@@ -88,7 +88,7 @@ def fetch(
     """
     request = urllib.request.Request(url, headers=dict(headers), method=method)
     try:
-        with _opener.open(request, timeout=timeout_s) as response:
+        with _opener.open(request, timeout=timeout_s or TIMEOUT_S) as response:
             body = response.read(MOST_BYTES + 1)
             if len(body) > MOST_BYTES:
                 raise ValueError(f"{url} answers with more than {MOST_BYTES} bytes")
@@ -194,12 +194,13 @@ class Azure:
     interval_s = 5.0
 
     def __init__(self, base: str = LINK_LOCAL) -> None:
-        self.base, self._name, self._first = base, "", True
+        self.base, self._name = base, ""
+        self._first_s, self._later_s = 125.0, 10.0  # time-outs
         self._saved: set[str] = set()
 
     def poll(self) -> list[Notice]:
         url = f"{self.base}/metadata/scheduledevents?api-version=2020-07-01"
-        timeout_s, self._first = (125.0 if self._first else 10.0), False
+        timeout_s, self._first_s = self._first_s, self._later_s
         status, body, _ = fetch(url, {"Metadata": "true"}, timeout_s=timeout_s)
         if status != 200:
             raise ValueError(f"HTTP {status}")
