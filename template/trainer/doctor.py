@@ -86,7 +86,7 @@ def examine(overrides: Sequence[str], project: Path = PROJECT) -> Iterator[Check
         lambda: check_notices(config),
         lambda: check_exit_codes(config),
         lambda: check_checkpoints(config),
-        lambda: check_drill(project / "drill" / "verdict.json", time.time()),
+        lambda: check_drill(project / "drill" / "drill.json", time.time()),
         lambda: check_secrets(project),
     ]
     for check in checks:
@@ -537,13 +537,17 @@ def check_drill(verdict: Path, now: float) -> Iterator[Check]:
     except ValueError:
         yield Check("drill", "warn", f"{verdict} cannot be understood", rehearse)
         return
-    passed = found.get("passed") if isinstance(found, dict) else None
-    if not passed:
-        yield Check("drill", "fail", f"the last drill failed ({verdict})", "see which of its checks, then drill again")
+    if not isinstance(found, dict) or not isinstance(found.get("passed"), bool):
+        yield Check("drill", "warn", f"{verdict} is no drill's", rehearse)
+        return
+    what = f"the last drill, {found.get('save_ranks', '?')} -> {found.get('resume_ranks', '?')} ranks,"
+    if not found["passed"]:
+        failed = ", ".join(check["name"] for check in found.get("checks", []) if not check["passed"])
+        yield Check("drill", "fail", f"{what} failed: {failed or 'see'} ({verdict})", "mend that, then drill again")
     elif age_s > _DRILL_AGE_S:
-        yield Check("drill", "warn", f"the last drill passed {span(age_s)} ago", rehearse)
+        yield Check("drill", "warn", f"{what} passed {span(age_s)} ago", rehearse)
     else:
-        yield Check("drill", "ok", f"the last drill passed {span(max(0.0, age_s))} ago")
+        yield Check("drill", "ok", f"{what} passed {span(max(0.0, age_s))} ago")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
