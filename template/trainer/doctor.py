@@ -176,7 +176,8 @@ def check_ranks(config: Config) -> Iterator[Check]:
     try:
         ranks = machine.decide_ranks(None, gpus, machine.usable_cores(), config.gpu, config.run.provider)
     except (ConfigError, UnavailableError) as error:
-        yield Check("gpus", "fail", str(error), f"gpu.count={max(1, gpus)} is what this machine has")
+        remedy = f"gpu.count={gpus} is what this machine has" if gpus else "run.provider=local trains on CPU ranks"
+        yield Check("gpus", "fail", str(error), remedy)
         ranks = Ranks(max(1, gpus), gpus > 0, "")
     else:
         changed = ranks.count != config.gpu.count
