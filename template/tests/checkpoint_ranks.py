@@ -256,8 +256,6 @@ def _resident_bytes(pid: int) -> int:
 SCENARIOS: dict[str, Callable[[Ranks], None]] = {function.__name__: function for function in (train, fail, hang, mix)}
 
 
-if __name__ == "__mp_main__":
-    logging.disable(logging.INFO)
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     for number in (signal.SIGTERM, signal.SIGINT):

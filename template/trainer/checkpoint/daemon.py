@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import _async_process_executor as executor
@@ -40,6 +41,19 @@ _ORPHAN_POLL_S = 0.5
 # In the trainer
 
 
+_TorchsProcess = executor._AsyncCheckpointProcess
+
+
+class _Process(_TorchsProcess):
+    """torch's process, which is silent and deaf to signals from its first line on."""
+
+    @staticmethod
+    def _checkpointing_subprocess(*arguments: Any) -> None:
+        logging.disable(logging.INFO)
+        _ignore_signals()
+        _TorchsProcess._checkpointing_subprocess(*arguments)
+
+
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
     """Around the `async_save` that starts the process: it is born with the signals blocked, before it can ignore them.
@@ -47,6 +61,7 @@ def starting() -> Iterator[None]:
     The thread that spawns it inherits the mask of this one. The resource tracker comes first: starting it would
     unblock signals in that thread.
     """
+    executor._AsyncCheckpointProcess = _Process  # type: ignore[misc]
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -94,16 +109,19 @@ def end(patience_s: float) -> None:
 _settled = False
 
 
+def _ignore_signals() -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def settle_in(run_dir: Path, attempt: int, deadline_s: float) -> None:
     """Called by the writer before it writes; does nothing in any other process, and its work once."""
     global _settled
     if _settled or multiprocessing.parent_process() is None:
         return
     _settled = True
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    _ignore_signals()
     os.nice(NICENESS)
-    logging.getLogger().setLevel(logging.WARNING)
     torch.set_num_threads(1)
     torch.serialization.set_crc32_options(False)  # every byte has a better checksum already
     threading.Thread(target=_outlive, args=(run_dir, attempt, deadline_s), name="parent watch", daemon=True).start()

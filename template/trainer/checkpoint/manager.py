@@ -82,7 +82,8 @@ class _Flight:
     step: int | None = None  # None: nothing is to be committed
     samples: int = 0
     ended: float | None = None
-    stall_s: float = 0.0
+    waited_s: float = 0.0  # of training, for the one before
+    stall_s: float = 0.0  # of training, for this one
     staged: bool = False
 
     def __post_init__(self) -> None:
@@ -266,14 +267,16 @@ class Checkpoints:
             return
         begin = time.monotonic()
         self._land()
+        landed = time.monotonic()
         if self._is_saved(step):
             return
         if self.rank == 0:
             self.ledger.record("save_started", step=step)
             self._pace.began(step)
         order = self._order(step, samples)
-        self._flight = self._fly(CommittingWriter(order), begin, f"the save of step {step}", step, samples)
-        self._flight.stall_s = time.monotonic() - begin
+        self._flight = self._fly(CommittingWriter(order), landed, f"the save of step {step}", step, samples)
+        self._flight.waited_s = landed - begin
+        self._flight.stall_s = time.monotonic() - landed
         self._rehearsed = self._stale = True
 
     def before_optimizer_step(self) -> None:
@@ -341,7 +344,7 @@ class Checkpoints:
     def _staged(self, flight: _Flight) -> None:
         flight.staged = True
         if self.rank == 0 and flight.step is not None:
-            self.ledger.record("save_staged", step=flight.step, stall_s=round(flight.stall_s, 5))
+            self.ledger.record("save_staged", step=flight.step, stall_s=round(flight.waited_s + flight.stall_s, 5))
 
     def _order(self, step: int, samples: int) -> Order:
         settings = self.config.checkpoint
