@@ -242,7 +242,8 @@ print(json.dumps(found))
 def test_real_mounts(tmp_path: Path) -> None:
     """Needs root: tmpfs, an overlay, a loop-mounted ext4, a bind mount, a link into memory."""
     command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", MOUNTS, "sh", str(tmp_path)]
-    done = subprocess.run([*command, sys.executable], cwd=PROJECT, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    done = subprocess.run([*command, sys.executable], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found == {

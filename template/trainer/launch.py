@@ -89,8 +89,10 @@ class Inbox:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # The handlers stay: what has been decided is not undone by a signal on the way out.
+        # What has been decided is not undone by a signal on the way out, where Python drops its handlers.
         self.idle = False
+        for number in (*SIGNALS, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(-1)
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
