@@ -17,7 +17,7 @@ ALL_TARGETS = ["nexgpu", "vm", "slurm", "kubernetes", "skypilot", "dstack"]
 ONSTART = """\
 #!/usr/bin/env bash
 cd -- "$(dirname -- "$0")/.." || exit 78
-if [ "${1:-}" = --help ]; then exec sleep "${SETUP_S:-0}"; fi
+if [ "${1:-}" = --help ]; then touch set-up && exec sleep "${SETUP_S:-0}"; fi
 exec python3 -u fake_trainer.py "$@"
 """
 

@@ -79,7 +79,7 @@ def systemd_manager(directory: Path) -> Iterator[Manager]:
             [*unshare, "sh", "-c", START], env=environment, stdout=output, stderr=subprocess.STDOUT
         )
     try:
-        inside = _first_child(process.pid)
+        inside = first_child(process.pid)
         manager = Manager(inside, units, environment)
         until(
             lambda: manager.command("is-system-running", check=False).strip() in ("running", "degraded"),
@@ -91,7 +91,9 @@ def systemd_manager(directory: Path) -> Iterator[Manager]:
         process.wait()
 
 
-def _first_child(pid: int) -> int:
+def first_child(pid: int) -> int:
+    """Process id, seen from here, of what `unshare --fork` started."""
+
     def children() -> list[int]:
         return [child.pid for child in psutil.Process(pid).children()]
 
