@@ -75,6 +75,10 @@ class Recovery:
     tokens_per_s_after: float
 
 
+class RunFailed(Exception):
+    """A run of the drill did not end as it should. One line."""
+
+
 def drill(overrides: Sequence[str], *, save_ranks: int, resume_ranks: int, steps: int, output: Path | None) -> int:
     """Rehearse a recovery, print the verdict, write `drill.json` and `drill.png` into `output`.
 
@@ -82,7 +86,7 @@ def drill(overrides: Sequence[str], *, save_ranks: int, resume_ranks: int, steps
         0 if the resumed run is the run that was never interrupted, else 1.
 
     Raises:
-        ConfigError: more ranks than GPUs, a setting that does not fit, or a run that did not get to its end.
+        ConfigError: more ranks than GPUs, or a setting that does not fit.
     """
     gpus = count_gpus()
     if 0 < gpus < max(save_ranks, resume_ranks):
@@ -91,16 +95,84 @@ def drill(overrides: Sequence[str], *, save_ranks: int, resume_ranks: int, steps
             f"numbers up to {gpus}, or an empty CUDA_VISIBLE_DEVICES for a drill on CPU ranks"
         )
     output = (output or PROJECT / "drill").absolute()
+    settings = _settings(overrides, steps, small=not gpus)
+    load_config(settings)  # refuses what does not fit now, not after minutes
     output.mkdir(parents=True, exist_ok=True)
+    for name in ("drill.json", "drill.png"):  # of an earlier drill
+        (output / name).unlink(missing_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="runs-", dir=output))
-    settings = _settings(overrides, folder, steps, small=not gpus)
-    whole = load_config([*settings, "run.name=uninterrupted"])  # and not after minutes
-    cut = load_config([*settings, "run.name=interrupted"])
-    precise = whole.train.dtype == "float32" or (whole.train.dtype == "auto" and not gpus)
+    settings.append(f"checkpoint.dir={folder}")
 
     began = time.monotonic()
+    verdict: dict[str, Any] = {"passed": False, "save_ranks": save_ranks, "resume_ranks": resume_ranks, "steps": steps}
+    verdict |= {"device": "gpu" if gpus else "cpu", "overrides": list(overrides)}
+    try:
+        runs = _rehearse(settings, save_ranks, resume_ranks, folder)
+        checks = _compare(runs, steps, precise=_is_precise(runs.whole, gpus))
+        verdict["passed"] = all(check.passed for check in checks)
+        verdict |= {"checks": [asdict(check) for check in checks], "recovery": asdict(runs.recovery)}
+        verdict |= {"uninterrupted": runs.expected, "interrupted": runs.found, "lost": runs.lost}
+        _print(checks, runs.recovery, save_ranks, resume_ranks)
+        _draw(runs, f"{save_ranks} → {resume_ranks} ranks", output / "drill.png")
+    except RunFailed as failure:
+        click.echo(f"   {failure}")
+        verdict["error"] = str(failure)
+    verdict["seconds"] = round(time.monotonic() - began, 1)
+    (output / "drill.json").write_text(json.dumps(verdict, indent=1))
+
+    word = click.style("PASSED", fg="green") if verdict["passed"] else click.style("FAILED", fg="red", bold=True)
+    written = "drill.json, drill.png" if "checks" in verdict else "drill.json"
+    click.echo(f"{word} in {verdict['seconds']:.0f} s; in {output}: {written}")
+    if verdict["passed"]:
+        shutil.rmtree(folder)
+    else:
+        click.echo(f"the runs and their logs are kept in {folder}")
+    return 0 if verdict["passed"] else 1
+
+
+def _settings(overrides: Sequence[str], steps: int, small: bool) -> list[str]:
+    """What both runs are started with: defaults, then what was given, then what makes it a drill."""
+    given = {override.partition("=")[0] for override in overrides}
+    defaults = {key: value for key, value in _SMALL.items() if small and key not in given}
+    fixed = {
+        "train.steps": steps, "train.eval_every_steps": 0, "logging.tensorboard": "false", "nodes.count": 1,
+        "checkpoint.every_steps": max(1, steps // 6), "checkpoint.retune": "false", "checkpoint.keep_last": steps,
+        "volume.mount": "", "volume.allow_ephemeral": "true", "reclaim.notice": "none",
+        "restart.max_crash_restarts": 0,
+    }  # fmt: skip
+    return [*(f"{key}={value}" for key, value in defaults.items()), *overrides, *(f"{k}={v}" for k, v in fixed.items())]
+
+
+def _is_precise(config: Config, gpus: int) -> bool:
+    return config.train.dtype == "float32" or (config.train.dtype == "auto" and not gpus)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Both runs, as they are on the disk, and the lines of their metrics that count."""
+
+    whole: Config
+    cut: Config
+    expected: list[dict[str, Any]]
+    found: list[dict[str, Any]]
+    before: list[dict[str, Any]]  # of the interrupted run, until the SIGKILL
+    recovery: Recovery
+
+    @property
+    def lost(self) -> list[dict[str, Any]]:
+        """Lines of steps that had to be done again."""
+        return [line for line in self.before if line["step"] > self.recovery.resumed_from_step]
+
+
+def _rehearse(settings: Sequence[str], save_ranks: int, resume_ranks: int, folder: Path) -> Runs:
+    """Steps 1 to 4. Raises RunFailed."""
+    whole, cut = (load_config([*settings, f"run.name={name}"]) for name in ("uninterrupted", "interrupted"))
     with _ended_by_signals():
-        click.echo(f"1. {steps} steps on {save_ranks} ranks without an interruption")
+        click.echo(f"1. {whole.train.steps} steps on {save_ranks} ranks without an interruption")
         with _Run(settings, whole, save_ranks, folder / "uninterrupted.log") as run:
             run.wait()
         click.echo(f"2. the same again, saved after every {whole.checkpoint.every_steps} steps")
@@ -115,56 +187,8 @@ def drill(overrides: Sequence[str], *, save_ranks: int, resume_ranks: int, steps
             run.wait_for(lambda: read_metrics(cut.run_dir)[-1]["attempt"] > before[-1]["attempt"])
             first_step_s = time.time() - killed
             run.wait()
-    click.echo("5. compared with the run that was never interrupted")
     recovery = _recovery(cut, before, killed, first_step_s)
-    expected, found = read_metrics(whole.run_dir), read_metrics(cut.run_dir)
-    tolerance = FP32 if precise else BF16
-    checks = [
-        *compare_lines(expected, found, steps, tolerance),
-        *compare_checkpoints(whole.run_dir, cut.run_dir, recovery.resumed_from_step, tolerance),
-    ]
-    passed = all(check.passed for check in checks)
-    _print(checks, recovery, save_ranks, resume_ranks)
-    (output / "drill.json").write_text(
-        json.dumps(
-            {
-                "passed": passed,
-                "save_ranks": save_ranks,
-                "resume_ranks": resume_ranks,
-                "steps": steps,
-                "device": "gpu" if gpus else "cpu",
-                "seconds": round(time.monotonic() - began, 1),
-                "overrides": list(overrides),
-                "checks": [asdict(check) for check in checks],
-                "recovery": asdict(recovery),
-                "uninterrupted": expected,
-                "interrupted": found,
-                "lost": [line for line in before if line["step"] > recovery.resumed_from_step],
-            },
-            indent=1,
-        )
-    )
-    _draw(expected, found, before, recovery, f"{save_ranks} → {resume_ranks} ranks", output / "drill.png")
-    verdict = "PASSED" if passed else "FAILED"
-    click.echo(f"{verdict} in {time.monotonic() - began:.0f} s: {output / 'drill.json'}, {output / 'drill.png'}")
-    if passed:
-        shutil.rmtree(folder)
-    else:
-        click.echo(f"the runs and their logs are kept in {folder}")
-    return 0 if passed else 1
-
-
-def _settings(overrides: Sequence[str], folder: Path, steps: int, small: bool) -> list[str]:
-    """What both runs are started with: defaults, then what was given, then what makes it a drill."""
-    given = {override.partition("=")[0] for override in overrides}
-    defaults = {key: value for key, value in _SMALL.items() if small and key not in given}
-    fixed = {
-        "train.steps": steps, "train.eval_every_steps": 0, "logging.tensorboard": "false", "nodes.count": 1,
-        "checkpoint.dir": folder, "checkpoint.every_steps": max(1, steps // 6), "checkpoint.retune": "false",
-        "checkpoint.keep_last": steps, "volume.mount": "", "volume.allow_ephemeral": "true", "reclaim.notice": "none",
-        "restart.max_crash_restarts": 0,
-    }  # fmt: skip
-    return [*(f"{key}={value}" for key, value in defaults.items()), *overrides, *(f"{k}={v}" for k, v in fixed.items())]
+    return Runs(whole, cut, read_metrics(whole.run_dir), read_metrics(cut.run_dir), before, recovery)
 
 
 def _is_time_to_kill(config: Config) -> bool:
@@ -173,10 +197,6 @@ def _is_time_to_kill(config: Config) -> bool:
     saved = max((found.step for found in commit.complete(config.run_dir)), default=0)
     lines = read_metrics(config.run_dir)
     return saved >= 2 * every and bool(lines) and lines[-1]["step"] >= saved + max(1, every // 2)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Running
 
 
 class _Run:
@@ -222,13 +242,13 @@ class _Run:
         psutil.wait_procs(processes[1:])
         return len(processes)
 
-    def _failed(self) -> ConfigError:
+    def _failed(self) -> RunFailed:
         code = self.process.returncode
         if code == FINISHED:
-            return ConfigError("the run was finished before it could be killed; give more --steps or a larger model")
+            return RunFailed("the run was finished before it could be killed; give more --steps or a larger model")
         lines = self.log.read_text(errors="replace").splitlines()
         last = next((line for line in reversed(lines) if line.strip()), "no output")
-        return ConfigError(f"a run of the drill ended with exit code {code}: {last} (all of it: {self.log})")
+        return RunFailed(f"a run of the drill ended with exit code {code}: {last} (all of it: {self.log})")
 
 
 @contextlib.contextmanager
@@ -268,6 +288,16 @@ def _steady(lines: Sequence[Mapping[str, Any]]) -> float:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Comparing
+
+
+def _compare(runs: Runs, steps: int, precise: bool) -> list[Check]:
+    """Step 5."""
+    click.echo("5. compared with the run that was never interrupted")
+    tolerance, resumed_from = FP32 if precise else BF16, runs.recovery.resumed_from_step
+    return [
+        *compare_lines(runs.expected, runs.found, steps, tolerance),
+        *compare_checkpoints(runs.whole.run_dir, runs.cut.run_dir, resumed_from, tolerance),
+    ]
 
 
 def compare_lines(
@@ -371,14 +401,7 @@ def _print(checks: Sequence[Check], recovery: Recovery, save_ranks: int, resume_
     )
 
 
-def _draw(
-    expected: Sequence[Mapping[str, Any]],
-    found: Sequence[Mapping[str, Any]],
-    before: Sequence[Mapping[str, Any]],
-    recovery: Recovery,
-    title: str,
-    path: Path,
-) -> None:
+def _draw(runs: Runs, title: str, path: Path) -> None:
     """Loss and gradient norm of both runs over the steps, the interruption marked."""
     import matplotlib as mpl
 
@@ -386,11 +409,12 @@ def _draw(
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(2, 1, sharex=True, figsize=(9, 6.5), layout="constrained")
-    after = [line for line in found if line["step"] > recovery.resumed_from_step]
+    recovery = runs.recovery
+    after = [line for line in runs.found if line["step"] > recovery.resumed_from_step]
     for axes, name, label in zip(panels, ("loss", "grad_norm"), ("loss", "gradient norm"), strict=True):
         for lines, style in (
-            (expected, {"color": "0.75", "linewidth": 6, "label": "never interrupted", "solid_capstyle": "round"}),
-            (before, {"color": "tab:blue", "marker": "o", "markersize": 3.5, "label": "until SIGKILL"}),
+            (runs.expected, {"color": "0.75", "linewidth": 6, "label": "never interrupted", "solid_capstyle": "round"}),
+            (runs.before, {"color": "tab:blue", "marker": "o", "markersize": 3.5, "label": "until SIGKILL"}),
             (after, {"color": "tab:red", "marker": "o", "markersize": 3.5, "label": "resumed"}),
         ):
             axes.plot([line["step"] for line in lines], [line[name] for line in lines], **style)
