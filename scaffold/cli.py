@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scaffold import Refused
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -35,7 +37,17 @@ class _Parsed(click.ParamType):  # type: ignore[type-arg]
 _DURATION, _SHARE = _Parsed("duration"), _Parsed("share")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Turns refusals into click's errors, in one place."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Refused as refused:
+            raise click.ClickException(str(refused)) from refused
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="scaffold", prog_name="scaffold")
 def main() -> None:
     """PyTorch training repos in which losing the GPU is routine."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from scaffold import Refused
 from scaffold.git import TRAPS, GitError, git, isolate, require_git, succeeds
 from scaffold.source import relink
 from scaffold.update import ANSWERS, newest_commit, read_answers, unresolved
@@ -26,20 +27,17 @@ def run(project: Path) -> None:
         findings.append(verdict)
         click.echo(f"{click.style(f'{verdict:<4}', fg=_COLORS.get(verdict))}  {text}")
 
-    try:
-        require_git()
-        answers = read_answers(project)
-        ignore_file = _ignore_file(project)
-        _check_settings(project, say)
-        isolate()
-        relink()
-        _check_repository(project, say)
-    except GitError as error:
-        raise click.ClickException(str(error)) from error
+    require_git()
+    answers = read_answers(project)
+    ignore_file = _ignore_file(project)
+    _check_settings(project, say)
+    isolate()
+    relink()
+    _check_repository(project, say)
     with tempfile.TemporaryDirectory(prefix="scaffold-doctor-") as scratch:
         _check_template(project, answers, ignore_file, Path(scratch), say)
     if failures := findings.count("FAIL"):
-        raise click.ClickException(f"{failures} of {len(findings)} findings would stop an update")
+        raise Refused(f"{failures} of {len(findings)} findings would stop an update")
 
 
 def _check_settings(project: Path, say: Callable[[str, str], None]) -> None:
@@ -90,10 +88,12 @@ def _check_template(
             derived = [key for key in given if is_derived(asked.questions.get(key, {}))]
             given = {key: value for key, value in given.items() if key not in derived}  # Copier, too, drops them
             rendered = render(url, commit, old, given, defaults=True)
-    except click.ClickException as error:
-        say("FAIL", f"the template {url} at {commit} cannot be rendered with {ANSWERS}: {error.message}")
+    except (Refused, click.UsageError) as error:
+        say("FAIL", f"the template {url} at {commit} cannot be rendered with {ANSWERS}: {error}")
         return
     say("ok", f"template {url} at {commit}")
+    if newest_commit(url) and git("status", "--porcelain", cwd=Path(url).expanduser()):
+        say("warn", "the template has uncommitted changes, which plain `copier update` would mix in: commit them first")
 
     unknown = [key for key in given if key not in rendered.questions]
     open_questions = [key for key in rendered.answers if key not in given]
@@ -137,15 +137,15 @@ def _compare_newest(
     try:
         with one_line_errors():
             newest = render(url, newest_commit(url), new, given, defaults=True)
-    except click.ClickException as error:
-        say("FAIL", f"the newest template cannot be rendered with {ANSWERS}: {error.message}")
+    except (Refused, click.UsageError) as error:
+        say("FAIL", f"the newest template cannot be rendered with {ANSWERS}: {error}")
         return
     names = {*_files(old), *_files(new)} - {ANSWERS}
-    changed = [name for name in names if not _same(old / name, new / name)]
-    if newest.commit == commit or not changed:
-        say("ok", f"nothing newer than template {commit}")
+    changed = sorted(name for name in names if not _same(old / name, new / name))
+    if changed:
+        say("info", f"template {newest.commit} is there; `copier update` would bring changes of: {', '.join(changed)}")
     else:
-        say("info", f"template {newest.commit} is there: `copier update` would bring changes of {len(changed)} files")
+        say("ok", f"nothing newer than template {commit}")
 
 
 def _files(folder: Path) -> list[str]:

@@ -7,6 +7,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from scaffold import Refused
+
 # Set inside git's hooks and aliases; inherited, they would point every call at somebody else's repository.
 _REPOSITORY_VARIABLES = (
     "GIT_DIR",
@@ -24,7 +26,7 @@ _REPOSITORY_VARIABLES = (
 TRAPS = {"core.hooksPath": os.devnull, "core.excludesFile": "", "status.showUntrackedFiles": "normal"}
 
 
-class GitError(Exception):
+class GitError(Refused):
     """Git is missing or refused; one line, git's own reason."""
 
 

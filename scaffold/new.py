@@ -10,6 +10,7 @@ import contextlib
 import json
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -19,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scaffold import Refused
 from scaffold.git import GitError, git, isolate, require_git, succeeds
-from scaffold.source import Source, SourceError, resolve
+from scaffold.source import Source, resolve
 
 if TYPE_CHECKING:
     from scaffold.render import Rendered
@@ -44,26 +46,24 @@ class Request:
 
 
 def create(request: Request) -> None:
-    """Make the project. Raises `click.ClickException` (exit 1) or `click.UsageError` (exit 2), one line each."""
+    """Make the project. Raises `Refused` (exit 1) or `click.UsageError` (exit 2), one line each."""
     target = request.path.absolute()
     asking = not (request.defaults or request.as_json)  # a program that reads JSON cannot be asked
-    try:
-        require_git()
-        isolate()
-        _require_room(target)
-        if asking and not sys.stdin.isatty():
-            raise click.UsageError("there is no terminal to ask on: pass --defaults, with -d KEY=VALUE as needed")
-        given = {**_read_answers(request.answers_file), **request.data}
-        source = resolve(request.source, request.ref)
-    except (GitError, SourceError) as error:
-        raise click.ClickException(str(error)) from error
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: leave nothing behind
+    require_git()
+    isolate()
+    _require_room(target)
+    if asking and not sys.stdin.isatty():
+        raise click.UsageError("there is no terminal to ask on: pass --defaults, with -d KEY=VALUE as needed")
+    given = {**_read_answers(request.answers_file), **request.data}
+    source = resolve(request.source, request.ref)
 
     from scaffold.interval import from_answers, table
     from scaffold.render import one_line_errors, render
 
     notes = list(source.notes)
     with one_line_errors(), _beside(target) as staging:
-        rendered = None
+        rendered, committed = None, False
         if asking or given or request.dry_run or request.as_json:
             rendered = _ask(source, staging, given, request, asking)
         interval = from_answers(rendered.answers) if rendered else None
@@ -72,6 +72,7 @@ def create(request: Request) -> None:
                 click.echo("\n" + table(interval) + "\n")
             if not request.dry_run:
                 click.confirm(f"Write the project to {request.path}?", default=True, abort=True)
+        again = _again(request, rendered.answers, source, staging) if asking and rendered else _command(request, given)
         if not request.dry_run:
             answers = rendered.answers if rendered else {}
             rendered = render(source.url, source.ref, staging, answers, defaults=True)
@@ -80,47 +81,52 @@ def create(request: Request) -> None:
             committed = _first_commit(staging, target, request.git, notes)
             _move(staging, target)
         assert rendered is not None
-        again = _again(request, rendered.answers, source, staging) if asking else _command(request, given)
 
-    next_commands = [f"cd {shlex.quote(str(request.path))}", "bash startup/onstart.sh", "./restart.sh"]
+    report = {
+        "path": str(target),
+        "written": not request.dry_run,
+        "committed": committed,
+        "source": source.url,
+        "commit": rendered.commit,
+        "answers": rendered.answers,
+        "derived": rendered.derived,
+        "interval": interval.to_dict() if interval else None,
+        "next": [f"cd {shlex.quote(str(request.path))}", "bash startup/onstart.sh", "./restart.sh"],
+        "command": again,
+        "notes": notes,
+    }
     if request.as_json:
-        report = {
-            "path": str(target),
-            "written": not request.dry_run,
-            "committed": not request.dry_run and committed,
-            "source": source.url,
-            "commit": rendered.commit,
-            "answers": rendered.answers,
-            "derived": rendered.derived,
-            "interval": interval.to_dict() if interval else None,
-            "next": next_commands,
-            "command": again,
-            "notes": notes,
-        }
         click.echo(json.dumps(report, indent=2, ensure_ascii=False))
-        return
-    if not asking and interval:
-        click.echo(table(interval) + "\n")
+    else:
+        if interval and not asking:
+            click.echo(table(interval) + "\n")
+        _tell(request, report, asking)
+
+
+def _tell(request: Request, report: Mapping[str, Any], asking: bool) -> None:
+    """What a person wants to know at the end."""
     if request.dry_run:
         if not asking:
-            click.echo("Answers:\n" + "".join(f"  {key}: {_typed(value)}\n" for key, value in rendered.answers.items()))
-        click.echo(f"Nothing was written. The same without questions:\n  {again}")
+            click.echo("Answers:")
+            for key, value in report["answers"].items():
+                click.echo(f"  {key}: {_typed(value)}")
+        click.echo("Nothing was written.")
     else:
-        click.echo(f"{request.path} is ready{', with its first commit' if committed else ''}. Next:")
-        why = ("", "sets up .venv and trains; Ctrl-C saves and stops", "carries on from the newest checkpoint")
-        width = max(map(len, next_commands))
-        for command, purpose in zip(next_commands, why, strict=True):
-            click.echo(f"  {command:<{width}}  # {purpose}" if purpose else f"  {command}")
-        click.echo(f"The same again without questions:\n  {again}")
-    for note in notes:
+        click.echo(f"{request.path} is ready{', with its first commit' if report['committed'] else ''}. Next:")
+        why = ("", "  # sets up .venv and trains; Ctrl-C saves and stops", "  # carries on from the newest checkpoint")
+        width = max(map(len, report["next"]))
+        for command, purpose in zip(report["next"], why, strict=True):
+            click.echo(f"  {command:<{width}}{purpose}".rstrip())
+    click.echo(f"The same again without questions:\n  {report['command']}")
+    for note in report["notes"]:
         click.echo(f"Note: {note}", err=True)
 
 
 def _require_room(target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise click.ClickException(f"{target} is there already and is not an empty folder: choose another path")
+        raise Refused(f"{target} is there already and is not an empty folder: choose another path")
     if target.is_symlink():
-        raise click.ClickException(f"{target} is a link that leads nowhere: choose another path")
+        raise Refused(f"{target} is a link that leads nowhere: choose another path")
 
 
 def _read_answers(file: Path | None) -> dict[str, Any]:
@@ -132,9 +138,9 @@ def _read_answers(file: Path | None) -> dict[str, Any]:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise click.ClickException(f"--answers {file} cannot be read: {' '.join(str(error).split())}") from error
+        raise Refused(f"--answers {file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise click.ClickException(f"--answers {file} holds no answers: it must be YAML lines of KEY: VALUE")
+        raise Refused(f"--answers {file} holds no answers: it must be YAML lines of KEY: VALUE")
     return {key: value for key, value in content.items() if not key.startswith("_")}
 
 
@@ -147,7 +153,7 @@ def _beside(target: Path) -> Iterator[Path]:
     try:
         hidden = Path(tempfile.mkdtemp(prefix=".scaffold-", dir=place))
     except OSError as error:
-        raise click.ClickException(f"{place} cannot be written to: {error.strerror}") from error
+        raise Refused(f"{place} cannot be written to: {error.strerror}") from error
     try:
         yield hidden / target.resolve().name
     finally:
@@ -180,7 +186,7 @@ def _ask(source: Source, staging: Path, given: Mapping[str, Any], request: Reque
         problem = "the template asks no such question" if question is None else "it is computed from the answers"
         if key in request.data:
             raise click.UsageError(f"-d {key}={request.data[key]}: {problem}")
-        raise click.ClickException(f"--answers {request.answers_file}: {key}: {problem}")
+        raise Refused(f"--answers {request.answers_file}: {key}: {problem}")
     return rendered
 
 
@@ -191,12 +197,12 @@ def _name_the_question(error: Exception, given: Mapping[str, Any]) -> None:
         return
     culprits = [key for key, value in given.items() if repr(value) in text or f"'{value}'" in text]
     if culprits:
-        raise click.ClickException(f"{culprits[0]}: {text}") from error
+        raise Refused(f"{culprits[0]}: {text}") from error
 
 
 def _require_updatable(rendered: Rendered, source: Source) -> None:
     if not rendered.commit:
-        raise click.ClickException(
+        raise Refused(
             f"git cannot tell the commit of the template {source.url} (who owns it?): the project could not be updated"
         )
 

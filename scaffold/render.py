@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from scaffold import Refused
+
 
 @dataclass(frozen=True)
 class Rendered:
@@ -76,14 +78,14 @@ def one_line_errors() -> Iterator[None]:
 
     try:
         yield
-    except click.ClickException:
+    except (Refused, click.ClickException):
         raise
     except KeyboardInterrupt as error:  # Copier's own interrupt is one
         raise click.Abort from error
     except InteractiveSessionError as error:
         raise click.UsageError(f"there is no terminal to ask on: {error}") from error
     except (CopierError, TemplateError, yaml.YAMLError, ValueError, TypeError, OSError) as error:
-        raise click.ClickException(reason(error)) from error
+        raise Refused(reason(error)) from error
 
 
 def reason(error: BaseException) -> str:

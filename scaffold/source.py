@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from scaffold import bundle
+from scaffold import Refused, bundle
 from scaffold.git import GitError, git, succeeds
 
 DISTRIBUTION = "scaffold"
@@ -24,7 +24,7 @@ _RELEASE = re.compile(r"v?\d+(\.\d+)*(\.post\d+)?")
 _COPIER_PREFIXES = ("git@", "git+", "git://", "https://github.com/", "https://gitlab.com/", "gh:", "gl:")
 
 
-class SourceError(Exception):
+class SourceError(Refused):
     """No template can be had from there; one line."""
 
 

@@ -9,23 +9,21 @@ from pathlib import Path
 
 import click
 
-from scaffold.git import GitError, git, isolate, require_git, succeeds
+from scaffold import Refused
+from scaffold.git import git, isolate, require_git, succeeds
 from scaffold.source import relink
 
 ANSWERS = ".copier-answers.yml"
 
 
 def run(project: Path) -> None:
-    """Update the project. Raises `click.ClickException` (exit 1), also when conflicts are left."""
-    try:
-        require_git()
-        isolate()
-        relink()
-        _require_clean(project)
-        answers = read_answers(project)
-        newest = newest_commit(str(answers["_src_path"]))
-    except GitError as error:
-        raise click.ClickException(str(error)) from error
+    """Update the project. Raises `Refused` (exit 1), also when conflicts are left."""
+    require_git()
+    isolate()
+    relink()
+    _require_clean(project)
+    answers = read_answers(project)
+    newest = newest_commit(str(answers["_src_path"]))
 
     from copier import run_update
 
@@ -35,7 +33,7 @@ def run(project: Path) -> None:
     try:
         with one_line_errors():
             run_update(project, vcs_ref=newest, overwrite=True, quiet=True, unsafe=False)
-    except (click.ClickException, click.Abort):
+    except (Refused, click.UsageError, click.Abort):
         _put_back(project)
         raise
     conflicts = unresolved(project)
@@ -49,32 +47,30 @@ def run(project: Path) -> None:
     for name in removed:
         click.echo(f"  removed by the template: {name} (its last content is in git)")
     if conflicts:
-        raise click.ClickException(
-            f"conflicts in {', '.join(conflicts)}: resolve the marked places, then `git add` and commit"
-        )
+        raise Refused(f"conflicts in {', '.join(conflicts)}: resolve the marked places, then `git add` and commit")
     click.echo("Look at it with `git diff`, then commit it.")
 
 
 def read_answers(project: Path) -> dict[str, object]:
-    """The project's answers file; raises `click.ClickException` if Copier could not update from it."""
+    """The project's answers file; raises `Refused` if Copier could not update from it."""
     import yaml
 
     file = project / ANSWERS
     if not project.is_dir():
-        raise click.ClickException(f"{project} is not a folder")
+        raise Refused(f"{project} is not a folder")
     try:
         answers = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise click.ClickException(f"{project} was not made by `scaffold new`: it has no {ANSWERS}") from error
+        raise Refused(f"{project} was not made by `scaffold new`: it has no {ANSWERS}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise click.ClickException(
+        raise Refused(
             f"{file} cannot be read ({' '.join(str(error).split())}): `git log -p {ANSWERS}` has its earlier content"
         ) from error
     if not isinstance(answers, dict):
-        raise click.ClickException(f"{file} holds no answers: `git log -p {ANSWERS}` has its earlier content")
+        raise Refused(f"{file} holds no answers: `git log -p {ANSWERS}` has its earlier content")
     for key in ("_commit", "_src_path"):
         if not isinstance(answers.get(key), str):
-            raise click.ClickException(
+            raise Refused(
                 f"{file} has no {key}, so Copier cannot tell what the project was made from: "
                 f"`git log -p {ANSWERS}` has its earlier content"
             )
@@ -90,13 +86,13 @@ def unresolved(project: Path) -> list[str]:
 
 def _require_clean(project: Path) -> None:
     if not project.is_dir():
-        raise click.ClickException(f"{project} is not a folder")
+        raise Refused(f"{project} is not a folder")
     if not succeeds("rev-parse", "--is-inside-work-tree", cwd=project):
-        raise GitError(f"{project} is not in a git repository that git trusts: `git init`, add and commit it first")
+        raise Refused(f"{project} is not in a git repository that git trusts: `git init`, add and commit it first")
     if unresolved(project):
-        raise GitError(f"{project} has unresolved conflicts: {', '.join(unresolved(project))}")
+        raise Refused(f"{project} has unresolved conflicts: {', '.join(unresolved(project))}")
     if git("status", "--porcelain", "--", ".", cwd=project):
-        raise GitError(f"{project} has uncommitted changes or new files: commit or stash them, then update")
+        raise Refused(f"{project} has uncommitted changes or new files: commit or stash them, then update")
 
 
 def newest_commit(url: str) -> str | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import json
 import os
 import pty
 import re
 import select
 import signal
+import struct
+import subprocess
 import sys
+import termios
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -183,6 +186,20 @@ def test_a_template_that_fails_half_way_leaves_nothing(
     assert listing(tmp_path / "work") == ["empty"]
 
 
+def test_stopped_half_way_it_leaves_nothing(machine: Machine, checkout: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    command = [sys.executable, "-m", "scaffold", "new", "demo", "--defaults"]
+    env = {**machine.env, "PYTHONPATH": str(checkout)}
+    with subprocess.Popen(command, cwd=work, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        while not list(work.glob(".scaffold-*/demo/*")):  # rendering has begun
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        _, complaint = process.communicate(timeout=60)
+    assert process.returncode == 1 and complaint.decode().strip() == "Aborted!"
+    assert listing(work) == []
+
+
 def test_uncommitted_template_changes_are_left_out_with_a_note(
     scaffold: Scaffold, checkout: Path, tmp_path: Path
 ) -> None:
@@ -238,7 +255,7 @@ def test_a_first_commit_that_cannot_be_made_is_said_not_hidden(
 
 
 class Terminal:
-    """A command on a pseudo-terminal. What it prints is read; when it falls silent, it waits for a key."""
+    """A command on a pseudo-terminal wide enough that no line wraps."""
 
     def __init__(self, machine: Machine, checkout: Path, cwd: Path, *arguments: str) -> None:
         self.pid, self.fd = pty.fork()
@@ -246,60 +263,83 @@ class Terminal:
             os.chdir(cwd)
             env = {**machine.env, "PYTHONPATH": str(checkout), "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm"}
             os.execve(sys.executable, [sys.executable, "-m", "scaffold", *arguments], env)
-        self.text = ""
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 500, 0, 0))
+        self.text, self.seen = "", 0
 
-    def press(self, key: bytes, until: str = "") -> None:
-        """Press a key at each prompt until the command has printed `until`, or has ended."""
-        while not (until and until in self.text):
-            if select.select([self.fd], [], [], 0.2)[0]:
-                try:
-                    read = os.read(self.fd, 65536)
-                except OSError:
-                    return
-                if not read:
-                    return
-                self.text += read.decode(errors="replace")
-            else:
-                os.write(self.fd, key)
+    def read(self) -> bool:
+        """Take what is printed next; False at the end."""
+        assert select.select([self.fd], [], [], 120)[0], f"nothing was printed for two minutes after: {self.text}"
+        try:
+            read = os.read(self.fd, 65536)
+        except OSError:  # Linux's way to say that the other end is closed
+            return False
+        self.text += read.decode(errors="replace")
+        return bool(read)
+
+    def wait(self, text: str) -> None:
+        """Wait until `text` is printed after what was waited for before."""
+        while (at := self.text.find(text, self.seen)) < 0:
+            assert self.read(), f"it ended without {text!r}: {self.text}"
+        self.seen = at + len(text)
+
+    def press(self, keys: str) -> None:
+        os.write(self.fd, keys.encode())
 
     def end(self) -> int:
+        """Read to the end and return the exit code."""
+        while self.read():
+            pass
         os.close(self.fd)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def prompts(checkout: Path) -> dict[str, str]:
+    """What is asked, in order: the key of each question and the line that its prompt ends with."""
+    questions = yaml.safe_load((checkout / "copier.yml").read_text())
+    return {
+        key: question["help"].strip().splitlines()[-1]
+        for key, question in questions.items()
+        if not key.startswith("_") and question.get("when", True)
+    }
 
 
 def test_asked_on_a_terminal_it_shows_the_interval_and_writes_after_a_yes(
     machine: Machine, checkout: Path, tmp_path: Path
 ) -> None:
     terminal = Terminal(machine, checkout, tmp_path, "new", "demo")
-    terminal.press(b"\r", until="(MTBI)")
-    terminal.press(b"", until="4h")
-    os.write(terminal.fd, b"\x7f\x7f2h\r")
-    terminal.press(b"\r", until="Write the project to demo?")
+    for key, prompt in prompts(checkout).items():
+        terminal.wait(prompt)
+        terminal.press("\x7f\x7f2h\r" if key == "mtbi" else "\r")
+    terminal.wait("an interruption every 2h")
+    terminal.wait("expected badput")
+    terminal.wait("Write the project to demo?")
     assert not (tmp_path / "demo").exists()
-    assert "an interruption every 2h" in terminal.text and "expected badput" in terminal.text
-    terminal.press(b"\r")
+    terminal.press("\r")
     assert terminal.end() == 0, terminal.text
     assert "scaffold new demo --defaults -d mtbi=2h" in terminal.text
     assert yaml.safe_load((tmp_path / "demo/.copier-answers.yml").read_text())["mtbi"] == "2h"
 
 
-@pytest.mark.parametrize("stop_at", ["Name of the run", "Write the project to demo?"])
-def test_interrupted_at_a_prompt_it_leaves_nothing(
-    machine: Machine, checkout: Path, tmp_path: Path, stop_at: str
-) -> None:
-    before = listing(tmp_path)
-    terminal = Terminal(machine, checkout, tmp_path, "new", "demo")
-    try:
-        terminal.press(b"\r", until=stop_at)
-        terminal.press(b"\x03")
-        assert terminal.end() == 1
-    finally:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(terminal.pid, signal.SIGKILL)
+def test_interrupted_at_a_question_it_leaves_nothing(machine: Machine, checkout: Path, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    terminal = Terminal(machine, checkout, tmp_path / "work", "new", "demo")
+    terminal.wait(next(iter(prompts(checkout).values())))
+    terminal.press("\x03")
+    assert terminal.end() == 1
     assert "Traceback" not in terminal.text and "Aborted!" in terminal.text
-    assert [name for name in listing(tmp_path) if not name.startswith("home")] == [
-        name for name in before if not name.startswith("home")
-    ]
+    assert listing(tmp_path / "work") == []
+
+
+def test_after_a_no_nothing_is_written(machine: Machine, checkout: Path, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    terminal = Terminal(machine, checkout, tmp_path / "work", "new", "demo")
+    for prompt in prompts(checkout).values():
+        terminal.wait(prompt)
+        terminal.press("\r")
+    terminal.wait("Write the project to demo?")
+    terminal.press("n\r")
+    assert terminal.end() == 1 and "Aborted!" in terminal.text
+    assert listing(tmp_path / "work") == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------

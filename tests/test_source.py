@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -197,25 +198,31 @@ def test_a_bundle_is_a_source(machine: Machine, template: Path) -> None:
 # the wheel's bundle, and its stored name
 
 
+@pytest.fixture
+def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Path], None]:
+    """Let this process think that it was installed from a wheel that carries the given bundle."""
+    monkeypatch.setattr(source, "_ROOT", tmp_path)
+    monkeypatch.setattr(source, "_recorded", lambda ref: None)
+    return lambda carried: monkeypatch.setattr(source, "_CARRIED", carried)
+
+
 def test_the_stored_name_leads_to_the_newest_bundle_and_never_back(
-    machine: Machine, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, template: Path, tmp_path: Path, wheel: Callable[[Path], None]
 ) -> None:
     old, new = tmp_path / "old/template.bundle", tmp_path / "new/template.bundle"
     old_tip = bundle.from_history(template, old)
     change(machine, template, "two\n")
     bundle.from_history(template, new)
     link = machine.home / ".local/share/scaffold/template.bundle"
-    monkeypatch.setattr(source, "_ROOT", tmp_path)
 
-    def installed(carried: Path) -> source.Source:
-        monkeypatch.setattr(source, "_CARRIED", carried)
-        return resolve()
-
-    assert installed(old) == source.Source("~/.local/share/scaffold/template.bundle", old_tip.commit)
+    wheel(old)
+    assert resolve() == source.Source("~/.local/share/scaffold/template.bundle", old_tip.commit)
     assert link.readlink() == old
-    installed(new)
+    wheel(new)
+    resolve()
     assert link.readlink() == new
-    assert installed(old).ref == old_tip.commit  # its own template, from the newer bundle
+    wheel(old)
+    assert resolve().ref == old_tip.commit  # its own template, from the newer bundle
     assert link.readlink() == new
     new.unlink()  # that environment is gone
     source.relink()
@@ -223,22 +230,16 @@ def test_the_stored_name_leads_to_the_newest_bundle_and_never_back(
 
 
 def test_a_home_that_cannot_be_written_to_leaves_the_bundle_where_it_is(
-    machine: Machine, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, template: Path, tmp_path: Path, wheel: Callable[[Path], None]
 ) -> None:
-    carried = tmp_path / "template.bundle"
-    bundle.from_history(template, carried)
+    wheel(tmp_path / "template.bundle")
+    bundle.from_history(template, tmp_path / "template.bundle")
     (machine.home / ".local").write_text("a file is in the way")
-    monkeypatch.setattr(source, "_ROOT", tmp_path)
-    monkeypatch.setattr(source, "_CARRIED", carried)
-    assert resolve().url == str(carried)
+    assert resolve().url == str(tmp_path / "template.bundle")
 
 
-def test_an_installation_without_a_template_says_so(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(source, "_ROOT", tmp_path)
-    monkeypatch.setattr(source, "_CARRIED", tmp_path / "template.bundle")
-    monkeypatch.setattr(source, "_recorded", lambda ref: None)
+def test_an_installation_without_a_template_says_so(tmp_path: Path, wheel: Callable[[Path], None]) -> None:
+    wheel(tmp_path / "template.bundle")
     with pytest.raises(SourceError, match="install it again"):
         resolve()
 

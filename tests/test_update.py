@@ -174,6 +174,7 @@ def test_a_dirty_template_does_not_poison_the_next_update(
     edit(template / "template/lines.txt", 3, "committed")
     head = machine.commit(template)
     edit(template / "template/lines.txt", 4, "not committed")
+    assert "warn  the template has uncommitted changes" in scaffold("doctor", project).stdout
     assert scaffold("update", project).returncode == 0
     assert "committed" in (project / "lines.txt").read_text()
     assert "not committed" not in (project / "lines.txt").read_text()
@@ -258,7 +259,7 @@ def test_doctor_shows_where_project_template_and_answers_part(
         "uncommitted changes",
         "does not ask: other",
         "sets computed values, which is of no effect: shade",
-        "would bring changes of 1 files",
+        "would bring changes of: lines.txt",
         "changed here since the template: lines.txt",
         "deleted here since the template: notes.md",
     ):
