@@ -23,7 +23,7 @@ from tests.systemd_manager import Manager, first_child, systemd_manager
 from trainer.checkpoint.commit import complete
 from trainer.ledger import read_ledger, read_records
 
-KILLED = (128 + signal.SIGKILL, 1)  # 1: what unshare makes of it
+KILLED = (128 + signal.SIGKILL, 1, 75)  # 1: what unshare makes of it; 75: Slurm warns the tasks before it kills them
 
 # In place of trainer/cli.py: the launcher with ranks that import no torch.
 STAND_IN = """\

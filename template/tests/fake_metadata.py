@@ -18,7 +18,6 @@ TOKEN = "AQAEAFake=="
 
 class Metadata(http.server.BaseHTTPRequestHandler):
     state_file: Path
-    asked: list[str]
 
     def log_message(self, format: str, *arguments: object) -> None:
         pass
@@ -35,6 +34,10 @@ class Metadata(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body.encode())))
         self.end_headers()
         self.wfile.write(body.encode())
+
+    def note(self) -> None:
+        with self.state_file.with_suffix(".asked").open("a") as file:
+            file.write(f"{self.command} {self.path}\n")
 
     def lied(self) -> bool:
         match self.state.get("lie"):
@@ -53,7 +56,7 @@ class Metadata(http.server.BaseHTTPRequestHandler):
         return True
 
     def do_PUT(self) -> None:
-        self.asked.append(self.path)
+        self.note()
         if self.state.get("provider") != "aws" or self.path != "/latest/api/token":
             self.answer("", 404)
         elif not 1 <= int(self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "0")) <= 21600:
@@ -62,7 +65,7 @@ class Metadata(http.server.BaseHTTPRequestHandler):
             self.answer(TOKEN, X_aws_ec2_metadata_token_ttl_seconds="21600")
 
     def do_GET(self) -> None:
-        self.asked.append(self.path)
+        self.note()
         if not self.lied():
             getattr(self, str(self.state.get("provider")), self.nobody)()
 
@@ -115,8 +118,8 @@ class Metadata(http.server.BaseHTTPRequestHandler):
 
 
 def serve(address: tuple[str, int], state_file: Path) -> http.server.ThreadingHTTPServer:
-    """A server that is listening; call `serve_forever`. `asked` of its handler class lists the paths."""
-    handler = type("Handler", (Metadata,), {"state_file": state_file, "asked": []})
+    """A server that is listening; call `serve_forever`."""
+    handler = type("Handler", (Metadata,), {"state_file": state_file})
     server = http.server.ThreadingHTTPServer(address, handler)
     server.daemon_threads = True
     return server
