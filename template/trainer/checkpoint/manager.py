@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
@@ -39,6 +40,7 @@ __all__ = ["Checkpoints", "Resumed", "SavesFailed", "load_tensors"]
 log = logging.getLogger(__name__)
 
 START_S = 120.0  # at least, for the writer processes to start and find each other
+_SLICE_S = 0.25
 CRASH_PATIENCE_S = 30.0  # for the save in flight when the training loop ends in an error
 END_PATIENCE_S = 10.0  # for the writer process to delete what was pruned
 
@@ -409,14 +411,19 @@ class Checkpoints:
 
     def _land(self) -> None:
         """Wait for what is in flight; all ranks agree how it ended, and go on without it."""
-        if self._flight is None:
+        flight = self._flight
+        if flight is None:
             return
-        self._wait(self._flight, self._flight.deadline - time.monotonic())
-        failed = not self._flight.future.done() or self._flight.error() is not None
-        if any(self._gather(failed)):
-            self._recover()
-        else:
-            self._close_books(self._flight)
+        while True:  # in slices, so that a failure on one rank ends the wait of all
+            self._wait(flight, _SLICE_S)
+            status = self.status()
+            ends = torch.tensor([status["save_done"], not status["save_failed"]], dtype=torch.int32)
+            dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=self.group)
+            done, well = map(bool, ends.tolist())
+            if not well:
+                return self._recover()
+            if done:
+                return self._close_books(flight)
 
     def _close_books(self, flight: _Flight) -> None:
         self._flight = None
