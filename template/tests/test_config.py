@@ -19,7 +19,9 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_values_are_parsed_by_the_type_of_their_field(project: Path) -> None:
-    config = load_config(["train.steps=1e2", "data.seed=7", "train.compile=yes", "optim.lr=3e-4", "run.name=7"], project)
+    config = load_config(
+        ["train.steps=1e2", "data.seed=7", "train.compile=yes", "optim.lr=3e-4", "run.name=7"], project
+    )
     assert config.data.global_batch == 16
     assert (config.train.steps, config.data.seed, config.train.compile) == (100, 7, True)
     assert (config.optim.lr, config.run_name) == (3e-4, "7")
