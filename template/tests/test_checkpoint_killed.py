@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).parent))
 from checkpoint_alone import manager, one_rank, save
 
 from trainer.checkpoint import commit as commits
-from trainer.checkpoint import retention, writer
+from trainer.checkpoint import retention, shard, writer
 
 CALLS = [
     "open", "write", "pwrite", "fsync", "rename", "replace", "unlink", "remove", "mkdir", "rmdir", "ftruncate",
@@ -70,7 +70,7 @@ def _count_down(number: int) -> None:
     for name in CALLS:
         setattr(os, name, counted(getattr(os, name)))
     builtins.open = io.open = counted(open)  # type: ignore[assignment]
-    writer._SummingStream.write = counted(writer._SummingStream.write, every=12)  # type: ignore[method-assign]
+    shard.ShardStream.write = counted(shard.ShardStream.write, every=3)  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")

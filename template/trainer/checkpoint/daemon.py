@@ -123,7 +123,6 @@ def settle_in(run_dir: Path, attempt: int, deadline_s: float) -> None:
     _ignore_signals()
     os.nice(NICENESS)
     torch.set_num_threads(1)
-    torch.serialization.set_crc32_options(False)  # every byte has a better checksum already
     threading.Thread(target=_outlive, args=(run_dir, attempt, deadline_s), name="parent watch", daemon=True).start()
 
 

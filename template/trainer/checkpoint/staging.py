@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
@@ -159,6 +159,14 @@ def cut(arena: Tensor, layout: Layout) -> list[Tensor]:
     ]
 
 
+def _bytes_of(arena: Tensor, layout: Layout) -> dict[str, memoryview]:
+    memory = memoryview((ctypes.c_char * arena.nbytes).from_address(arena.data_ptr())).cast("B")
+    return {
+        name: memory[slot.offset : slot.offset + slot.shape.numel() * slot.dtype.itemsize]
+        for name, slot in layout.slots.items()
+    }
+
+
 @dataclass
 class _Received:
     """What the writer process keeps between saves."""
@@ -166,9 +174,17 @@ class _Received:
     layout: Layout
     arena: Tensor
     tensors: dict[str, Tensor]
+    numbers: dict[str, memoryview]  # of each tensor, as bytes
 
 
 _received: _Received | None = None
+
+
+class StayingMetadata(Metadata):
+    """The metadata of a save, which stays where it is: DCP would send it to every process, and none needs it there."""
+
+    def __reduce__(self) -> Any:
+        return Metadata, ({},)
 
 
 class ArenaPlanner(DefaultSavePlanner):
@@ -192,7 +208,8 @@ class ArenaPlanner(DefaultSavePlanner):
                 raise RuntimeError("the writer process does not know the layout of what it is to write")
             layout = _received.layout
         if _received is None or _received.layout is not layout or _received.arena.data_ptr() != arena.data_ptr():
-            _received = _Received(layout, arena, dict(zip(layout.slots, cut(arena, layout), strict=True)))
+            tensors = dict(zip(layout.slots, cut(arena, layout), strict=True))
+            _received = _Received(layout, arena, tensors, _bytes_of(arena, layout))
         self._save = _received
         self.is_coordinator = is_coordinator
         self.state_dict = dict(_received.tensors)
@@ -205,5 +222,14 @@ class ArenaPlanner(DefaultSavePlanner):
         self._pending_local_plan = self.plan
         return self.plan
 
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, StayingMetadata(**vars(metadata))
+
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         return self._save.tensors[write_item.index.fqn]
+
+    def resolve(self, item: WriteItem) -> tuple[Tensor, memoryview]:
+        """The tensor of `item`, and its numbers as bytes."""
+        name = item.index.fqn
+        return self._save.tensors[name], self._save.numbers[name]

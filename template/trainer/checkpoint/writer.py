@@ -7,20 +7,18 @@ DCP reports as done is durable on every rank, it takes no part of the trainer, a
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import pickle
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem, FileSystemWriter, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -30,6 +28,8 @@ from trainer.checkpoint import commit as commits
 from trainer.checkpoint import daemon, retention
 from trainer.checkpoint.commit import COMMIT, Commit, FileSum, Mode
 from trainer.checkpoint.lease import commit_lock
+from trainer.checkpoint.shard import write_shard
+from trainer.checkpoint.staging import ArenaPlanner
 from trainer.ledger import Ledger
 
 SPARE_BYTES = 16 << 20  # left free on the volume beside a checkpoint
@@ -89,11 +89,9 @@ class CommittingWriter(FileSystemWriter):
     """
 
     def __init__(self, order: Order) -> None:
-        # One thread: with more, torch loses the errors of all but one of them (pytorch#191391).
         self.writes = True
         super().__init__(order.directory, single_file_per_rank=True, sync_files=True, thread_count=1)
         self.order = order
-        self.fs = self.files = SummingFileSystem()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         daemon.settle_in(self.order.run_dir, self.order.attempt, self.order.deadline_s)
@@ -107,16 +105,14 @@ class CommittingWriter(FileSystemWriter):
         _note_size(plans)
         if self.writes:
             _check_room(self.order.run_dir)
-        prefix = f"_{self.order.mark}" if self.order.mark else ""
-        return [replace(plan, storage_data=_StoragePrefix(f"__{rank}{prefix}_")) for rank, plan in enumerate(plans)]
+        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        written = super().write_data(_marked(plan, self.order.mark), planner).value()
-        if len(written) != len(plan.items):
-            raise RuntimeError(f"{len(written)} of {len(plan.items)} parts of {self.order.directory} were written")
+        rank = plan.storage_data.prefix  # the plan may be a cached one, the mark is that of this save
+        name = f"{rank}{self.order.mark + '_' if self.order.mark else ''}0{DEFAULT_SUFFIX}"
+        written, file = write_shard(self.order.directory / name, plan.items, cast(ArenaPlanner, planner).resolve)
         results: Future[list[WriteResult]] = Future()
-        sums = [ShardSum(name, file) for name, file in self.files.sums.items()]
-        results.set_result(written + cast(list[WriteResult], sums))
+        results.set_result([*written, cast(WriteResult, ShardSum(name, file))])
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -125,6 +121,7 @@ class CommittingWriter(FileSystemWriter):
         files = {each.name: each.file for each in _flat(results) if isinstance(each, ShardSum)}
         written = [each for each in _flat(results) if isinstance(each, WriteResult)]
         _check_complete(metadata, written, len(results), order)
+        metadata = Metadata(**vars(metadata))
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {each.index: each.storage_data for each in written}
         metadata.storage_meta = self.storage_meta()
@@ -187,13 +184,6 @@ def _flat(results: Sequence[Sequence[Any]]) -> list[Any]:
     return [each for of_rank in results for each in of_rank]
 
 
-def _marked(plan: SavePlan, mark: str) -> SavePlan:
-    """The plan with file names of this save, also where it comes from the cache of an earlier one."""
-    prefix = plan.storage_data.prefix
-    rank = prefix.lstrip("_").split("_")[0]
-    return replace(plan, storage_data=_StoragePrefix(f"__{rank}_{mark}_" if mark else f"__{rank}_"))
-
-
 def _check_complete(metadata: Metadata, written: Sequence[WriteResult], ranks: int, order: Order) -> None:
     """Refuse to commit what is not all there: a chunk that nobody wrote, or results of another number of ranks."""
     planned = sum(
@@ -204,57 +194,6 @@ def _check_complete(metadata: Metadata, written: Sequence[WriteResult], ranks: i
         raise RuntimeError(
             f"{order.directory}: {len(written)} of {planned} parts by {ranks} of {order.world_size} ranks: no commit"
         )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files whose checksums are taken on the way
-
-
-class SummingFileSystem(FileSystem):
-    """DCP's file system, with the checksum of every file taken while it is written."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, FileSum] = {}
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        path = Path(path)
-        with path.open(mode) as file:
-            stream = _SummingStream(cast(io.BufferedWriter, file))
-            yield stream
-        self.sums[path.name] = FileSum(stream.position, commits.ALGORITHM, stream.digest.hexdigest())
-
-
-class _SummingStream(io.IOBase):
-    """A file being written from its beginning to its end."""
-
-    def __init__(self, file: io.BufferedWriter) -> None:
-        self.file, self.digest, self.position = file, xxhash.xxh3_128(), 0
-
-    def write(self, content: Any) -> int:
-        self.digest.update(content)
-        count = self.file.write(content)
-        self.position += count
-        return count
-
-    def tell(self) -> int:
-        return self.position
-
-    def writable(self) -> bool:
-        return True
-
-    def flush(self) -> None:
-        if not self.file.closed:
-            self.file.flush()
-
-    def fileno(self) -> int:
-        """Flushed first: whoever asks wants to fsync."""
-        self.file.flush()
-        return self.file.fileno()
-
-    def close(self) -> None:
-        self.file.close()
-        super().close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
