@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import shutil
 import signal
 import statistics
@@ -246,8 +247,9 @@ class _Run:
         code = self.process.returncode
         if code == FINISHED:
             return RunFailed("the run was finished before it could be killed; give more --steps or a larger model")
-        lines = self.log.read_text(errors="replace").splitlines()
-        last = next((line for line in reversed(lines) if line.strip()), "no output")
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()] or ["no output"]
+        errors = [line for line in lines if re.match(r"(\[\d+\] ?)?[\w.]*(Error|Exception|Failed): ", line)]
+        last = (errors or lines)[-1]
         return RunFailed(f"a run of the drill ended with exit code {code}: {last} (all of it: {self.log})")
 
 
