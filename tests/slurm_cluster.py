@@ -94,7 +94,10 @@ class Cluster:
 
     def wait(self, job: str, *states: str, timeout_s: float = 60.0) -> dict[str, str]:
         """The job once it is in one of `states`."""
-        until(lambda: self.job(job)["JobState"] in states, f"job {job} in {states}, now {self.job(job)}", timeout_s)
+        try:
+            until(lambda: self.job(job)["JobState"] in states, f"job {job} in {states}", timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.job(job)}") from None
         return self.job(job)
 
     def start_now(self, job: str) -> None:

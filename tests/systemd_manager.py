@@ -56,7 +56,10 @@ class Manager:
 
     def wait(self, name: str, key: str, *values: str, timeout_s: float = 60.0) -> dict[str, str]:
         """The unit's properties once `key` has one of `values`."""
-        until(lambda: self.show(name)[key] in values, f"{name}: {key} in {values}, {self.show(name)[key]}", timeout_s)
+        try:
+            until(lambda: self.show(name)[key] in values, f"{name}: {key} in {values}", timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.show(name)[key]}") from None
         return self.show(name)
 
 

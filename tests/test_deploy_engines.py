@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ import pytest
 from tests.deployed import Deployed, fake_project
 from tests.slurm_cluster import Cluster, slurm_cluster, until
 from tests.systemd_manager import first_child, systemd_manager
+from trainer.ledger import read_ledger, read_records
 
 pytestmark = pytest.mark.slow
 
@@ -400,6 +402,37 @@ def test_signals_sent_to_srun_itself_lose_everything(cluster: Cluster, project: 
     until(lambda: cluster.job(job)["JobState"] not in ("RUNNING", "COMPLETING"), "the end")
     cluster.command("scancel", job)
     assert not any(words[0] == "stopped" for rank in (0, 1) for words in events(project, rank))
+
+
+@pytest.mark.parametrize("cluster", [None], ids=["as it comes"], indirect=True)
+def test_a_real_run_on_two_nodes_is_preempted_and_carries_on_on_one(
+    cluster: Cluster, deployed: Deployed, tmp_path: Path
+) -> None:
+    project = tmp_path / "demo"
+    shutil.copytree(deployed(nodes=2), project, symlinks=True)
+    (project / ".venv").symlink_to(sys.prefix)
+    (project / "startup/requirements.txt").write_text("# the environment of the tests\n")
+    settings = (
+        "data.global_batch=4", "data.micro_batch=2", "data.sequence_length=32", "model.layers=1", "model.width=32",
+        "model.heads=2", "train.steps=60", "train.eval_every_steps=0", "checkpoint.every_steps=20",
+    )  # fmt: skip
+    run_dir = project / "checkpoints/demo"
+    options = ("--export=ALL,MASTER_ADDR=127.0.0.1",)  # the names n1 and n2 mean nothing outside Slurm
+    job = cluster.submit("deploy/train.sbatch", "--gpus", "1", *settings, cwd=project, options=options)
+    until(lambda: len(read_records(run_dir, "metrics")) >= 5, f"five steps ({project})", 180)
+    preempt(cluster, job, tmp_path)
+    assert cluster.job(job)["Restarts"] == "1"
+    last = read_records(run_dir, "metrics")[-1]["step"]
+    for change in ("NumTasks=1", "NumCPUs=1", "NumNodes=1-1"):  # in this order
+        cluster.command("scontrol", "update", f"JobId={job}", change)
+    cluster.start_now(job)
+    done = cluster.wait(job, "COMPLETED", "FAILED", timeout_s=240)
+    assert (done["JobState"], done["ExitCode"]) == ("COMPLETED", "0:0"), (project / f"demo-{job}.log").read_text()
+    events = read_ledger(run_dir)
+    assert [event["world_size"] for event in events if event["event"] == "attempt_started"] == [2, 1]
+    (resumed,) = (event for event in events if event["event"] == "resumed")
+    assert (resumed["step"], resumed["lost_steps"]) == (last, 0)
+    assert read_records(run_dir, "metrics")[-1]["step"] == 60
 
 
 def test_slurm_refuses_a_wrong_script(cluster: Cluster, project: Path) -> None:
