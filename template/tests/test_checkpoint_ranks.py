@@ -126,7 +126,7 @@ def test_two_ranks_save_are_killed_and_one_carries_on_with_equal_losses(tmp_path
     events = read_ledger(tmp_path / "whole")
     assert [event["step"] for event in events if event["event"] == "save_committed"] == [5, 10, 15, 17]
     assert [event["step"] for event in events if event["event"] == "save_staged"] == [5, 10, 15, 17]
-    assert "INFO" not in one.output
+    assert "checkpoint_id" not in one.output, "torch's own log of the writer process"
 
     with job("train", run_dir, STEPS="12") as one:
         assert one.end() == [0, 0], one.output

@@ -49,7 +49,7 @@ class _Process(_TorchsProcess):
 
     @staticmethod
     def _checkpointing_subprocess(*arguments: Any) -> None:
-        logging.disable(logging.INFO)
+        logging.getLogger().addFilter(lambda record: False)  # torch's own; what fails is told to the trainer
         _ignore_signals()
         _TorchsProcess._checkpointing_subprocess(*arguments)
 

@@ -63,7 +63,7 @@ def show(run_dir: Path, *, as_json: bool) -> int:
             continue
         age = format_duration(round(max(0.0, time.time() - entry.commit.time)))
         size = f"{entry.commit.bytes / 1e6:.1f} MB"
-        ranks = f"{entry.commit.world_size} ranks"
+        ranks = f"{entry.commit.world_size} rank{'' if entry.commit.world_size == 1 else 's'}"
         click.echo(
             f"{entry.name:<28} {entry.state:<14} {size:>12}  {ranks:>9}  attempt {entry.commit.attempt}  {age} old"
         )

@@ -472,7 +472,8 @@ class Checkpoints:
     def _reason(self, flight: _Flight | None) -> str:
         """Why this rank thinks that something failed, in one line; empty if it does not."""
         if flight is not None and (error := flight.error()) is not None:
-            return _one_line(error)
+            text = _one_line(error)
+            return text if text.startswith("rank ") else f"rank {self.rank}: {text}"
         if not daemon.alive():
             return f"rank {self.rank}: the writer process died"
         if flight is not None and flight.overdue():

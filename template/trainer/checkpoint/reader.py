@@ -128,5 +128,5 @@ def load_tensors(
             return target, commit.step
         except Damaged as damage:
             problems.append(str(damage))
-    wanted = "a complete checkpoint" if step is None else f"a complete checkpoint of step {step}"
-    raise ConfigError(f"{run_dir} has not {wanted}" + (f": {'; '.join(problems)}" if problems else ""))
+    wanted = "complete checkpoint" if step is None else f"complete checkpoint of step {step}"
+    raise ConfigError(f"{run_dir} holds no {wanted}" + (f": {'; '.join(problems)}" if problems else ""))
