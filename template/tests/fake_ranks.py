@@ -22,10 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from trainer.checkpoint.commit import COMMIT, Commit, FileSum, complete, directory_name, encode
 from trainer.checkpoint.lease import commit_lock
 from trainer.config import Config, fingerprint, load_config
-from trainer.launch import Start, launch
+from trainer.launch import launch
 from trainer.ledger import Ledger, Records
 from trainer.outcome import ConfigError, Reason, write_status
 from trainer.reclaim import Reclaim, Want, prepare_rank
+from trainer.start import Start
 
 FAKE = json.loads(os.environ.get("FAKE_RANKS", "{}"))
 

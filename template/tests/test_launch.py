@@ -16,12 +16,14 @@ import pytest
 
 from trainer.checkpoint.commit import complete
 from trainer.config import GpuConfig, NodesConfig
-from trainer.launch import Request, Start, rank_environment, torchrun_command, translate
+from trainer.ending import translate
+from trainer.inbox import Request
 from trainer.ledger import read_ledger, read_records
 from trainer.machine import Nodes, Ranks, decide_ranks, find_nodes, first_host
 from trainer.outcome import ConfigError, Reason, UnavailableError
 from trainer.processes import alive
 from trainer.reclaim import Want
+from trainer.start import Start, rank_environment, torchrun_command
 
 FAKE = Path(__file__).with_name("fake_ranks.py")
 

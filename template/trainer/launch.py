@@ -1,8 +1,7 @@
 """The supervisor of one node: looks at the machine, starts the ranks through torchrun, stops and restarts them.
 
 `python -m trainer launch` imports no torch. Its exit code says what the platform should do: 0 finished, 75 start me
-again (`restart.exit_reclaimed`), 78 change something first, 1 crashed too often. torchrun's own code says nothing, so
-the ranks write down why they stopped, and `translate` makes one reason of that.
+again (`restart.exit_reclaimed`), 78 change something first, 1 crashed too often.
 """
 
 from __future__ import annotations
@@ -10,225 +9,42 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 from trainer import reclaim, storage
 from trainer.batch import BatchPlan
 from trainer.checkpoint import commit
 from trainer.checkpoint.lease import Lease
 from trainer.config import PROJECT, Config, load_config
+from trainer.ending import Ended, translate
+from trainer.inbox import Inbox, Request, Stopped
 from trainer.ledger import Ledger, read_ledger, save_time_s
-from trainer.machine import Nodes, Ranks, count_gpus, decide_ranks, find_nodes, usable_cores
+from trainer.machine import count_gpus, decide_ranks, find_nodes, usable_cores
 from trainer.outcome import CONFIG, FINISHED, RECLAIMED, ConfigError, Reason, UnavailableError
 from trainer.processes import adopt_orphans, alive, reap
-from trainer.reclaim import SIGNALS, STACKS, Want
+from trainer.reclaim import STACKS, Want
+from trainer.start import Start, rank_environment, torchrun_command
 from trainer.torchrun import REPORT
 
 CRASHED = 1
 HEARTBEAT_S = 60.0  # between the ledger's signs of life
 LINGER_S = 20.0  # for ranks that hang after one of them has crashed
 MOST_BACKOFF_S = 60.0
+OVERDUE_S, OVERDUE_TIMES = 60.0, 20.0  # a step that takes longer than both, and this often as long as usual, is said
 
 
 def say(text: str) -> None:
     """One line for whoever watches the log."""
     print(f"[launch] {text}", file=sys.stderr, flush=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What comes from outside: signals, notices
-
-
-class Stopped(BaseException):
-    """A signal came while no rank was running: there is nothing to save."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """Somebody wants the ranks to save or stop; `deadline` is `time.monotonic()` of the platform's SIGKILL."""
-
-    want: Want
-    source: str
-    deadline: float | None
-    person: bool = False
-
-
-class Inbox:
-    """Collects signals and notices, and wakes the supervisor. Use as a context manager in the main thread.
-
-    While `idle`, a signal raises `Stopped`; else it waits to be taken.
-    """
-
-    def __init__(self) -> None:
-        self.idle = True
-        self.grace_s = 0.0
-        self._requests: deque[Request] = deque()
-
-    def __enter__(self) -> Self:
-        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        numbers = [*SIGNALS]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a terminal that goes away; not under nohup
-            numbers.append(signal.SIGHUP)
-        for number in numbers:
-            signal.signal(number, self._signalled)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # restart.sh blocks them until now
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # What has been decided is not undone by a signal on the way out, where Python drops its handlers.
-        self.idle = False
-        for number in (*SIGNALS, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        signal.set_wakeup_fd(-1)
-
-    def _signalled(self, number: int, frame: FrameType | None) -> None:
-        person = number == signal.SIGINT
-        at_terminal = person and os.isatty(0)  # Ctrl-C: no platform kills afterwards
-        deadline = None if at_terminal else time.monotonic() + self.grace_s
-        self._requests.append(Request(Want.STOP, signal.Signals(number).name, deadline, person))
-        if self.idle:
-            raise Stopped(signal.Signals(number).name)
-
-    def post(self, request: Request) -> None:
-        """Hand in a request from another thread."""
-        self._requests.append(request)
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._write, b"\0")
-
-    def take(self) -> list[Request]:
-        taken = []
-        while self._requests:
-            taken.append(self._requests.popleft())
-        return taken
-
-    def wait(self, seconds: float, *descriptors: int) -> None:
-        """Until something has come, one of `descriptors` is readable, or the time is up."""
-        if self._requests:
-            return
-        ready, _, _ = select.select([self._read, *descriptors], [], [], max(0.0, seconds))
-        if self._read in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._read, 4096)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One start of the ranks
-
-
-@dataclass(frozen=True)
-class Start:
-    """What the ranks of this node are started with; `attempt` is None on nodes other than the first."""
-
-    runtime: Path
-    attempt: int | None
-    ranks: int
-    nodes: Nodes
-    run_name: str
-    shutdown_s: int
-    overrides: Sequence[str]
-    accepted: Sequence[str]
-
-
-def torchrun_command(start: Start) -> list[str]:
-    """torchrun (or what stands for it on one node) and the ranks' own command line; it restarts nothing itself."""
-    nodes = start.nodes
-    rendezvous = [f"--nnodes={nodes.count}", f"--rdzv-id={start.run_name}{nodes.job and '.' + nodes.job}"]
-    if nodes.count > 1:
-        host = int(nodes.is_first)
-        rendezvous += [f"--rdzv-endpoint={nodes.endpoint}", f"--rdzv-conf=is_host={host},read_timeout=300"]
-    return [
-        sys.executable, "-m", "trainer.torchrun", str(os.getpid()), str(start.runtime), str(start.shutdown_s),
-        *rendezvous, "--rdzv-backend=c10d", f"--nproc-per-node={start.ranks}", "--max-restarts=0",
-        "-m", "trainer", "train", *start.overrides,
-        *(["--accept", ",".join(start.accepted)] if start.accepted else []),
-        "--runtime", str(start.runtime),
-        *(["--attempt", str(start.attempt)] if start.attempt is not None else []),
-    ]  # fmt: skip
-
-
-def rank_environment(ranks: Ranks, nodes: Nodes, cores: int) -> dict[str, str]:
-    """The environment of torchrun and the ranks; what the user has set stays."""
-    ours = {
-        "OMP_NUM_THREADS": str(max(1, cores // ranks.count)),
-        # Else workers of a restart read the addresses of dead ones from the store that they share with torchrun.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "LOGLEVEL": "ERROR",  # torchrun's; its reports of failed ranks are made into one here
-    }
-    if nodes.count == 1:
-        ours["GLOO_SOCKET_IFNAME"] = "lo"  # the name of the host need not resolve
-    return ours | os.environ
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Why the ranks of this node are gone, after which step, and the last words of the one that failed first."""
-
-    reason: Reason
-    step: int
-    message: str = ""
-    outside: bool = False  # killed from outside (SIGKILL): the next try may well do better
-
-
-def translate(
-    statuses: Sequence[dict[str, Any]], report: dict[str, Any], returncode: int, ranks: int, stop: Request | None
-) -> Ended:
-    """One reason from what the ranks wrote (in the order of their end) and what torchrun saw of them.
-
-    Args:
-        report: torchrun's: `failures` (exit code by rank), `signal` it received, `error` of the rendezvous.
-        returncode: of torchrun.
-        stop: the request to stop that the launcher passed on, if any.
-    """
-    step = max((status["step"] for status in statuses), default=0)
-    by_reason: dict[str, dict[str, Any]] = {}
-    for status in statuses:
-        by_reason.setdefault(status["reason"], status)
-    for reason in (Reason.CONFIG, Reason.UNAVAILABLE):
-        if reason in by_reason:
-            return Ended(reason, step, by_reason[reason]["message"])
-    if len(statuses) == ranks and set(by_reason) == {Reason.FINISHED}:
-        return Ended(Reason.FINISHED, step)
-    interrupted = stop.person if stop else Reason.INTERRUPTED in by_reason
-    stopped = Reason.INTERRUPTED if interrupted else Reason.RECLAIMED
-    crash = by_reason.get(Reason.CRASHED)
-    if len(statuses) == ranks and not crash:
-        return Ended(stopped, step)
-    failures = {int(rank): int(code) for rank, code in report.get("failures", {}).items()}
-    hard = {rank: code for rank, code in failures.items() if -code not in SIGNALS}
-    if stop or (not crash and not hard and (failures or "signal" in report)):
-        return Ended(stopped, step, crash["message"] if crash else "")
-    if crash:
-        return Ended(Reason.CRASHED, step, f"rank {crash['rank']} at step {crash['step']}:\n{crash['message'].strip()}")
-    if hard:
-        rank, code = min(hard.items(), key=lambda item: item[1] >= 0)
-        return Ended(Reason.CRASHED, step, f"rank {rank} {_ending(code)}", outside=code == -signal.SIGKILL)
-    if "error" in report:
-        return Ended(Reason.UNAVAILABLE, step, f"the ranks could not be brought together: {report['error']}")
-    return Ended(Reason.CRASHED, step, f"torchrun {_ending(returncode)}", outside=returncode == -signal.SIGKILL)
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code} without a word"
-    name = signal.Signals(-code).name
-    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def launch(
@@ -246,7 +62,7 @@ def launch(
         command: builds the command line that runs the ranks.
 
     Returns:
-        The exit code of design 4.7.
+        The exit code: 0, `restart.exit_reclaimed`, 78, or 1.
     """
     code = RECLAIMED
     with Inbox() as inbox:
@@ -316,7 +132,8 @@ class Supervisor:
         data, nodes = self.config.data, self.nodes
         plan = BatchPlan(data.global_batch, data.micro_batch, self.ranks.count * nodes.count)
         kind = "GPU" if self.ranks.gpu else "CPU"
-        where = "" if nodes.count == 1 else f" on each of {nodes.count} nodes (this is {nodes.rank}; {nodes.source})"
+        this = "one of them" if nodes.rank is None else f"number {nodes.rank}"
+        where = "" if nodes.count == 1 else f" on each of {nodes.count} nodes (this is {this}, says {nodes.source})"
         say(f"{self.ranks.count} {kind} rank{'s' * (self.ranks.count != 1)}{where}: {self.ranks.why}")
         say(plan.describe())
         if plan.padding_share > 0.25:
@@ -448,7 +265,7 @@ class Supervisor:
 
     def _supervise(self) -> None:
         heartbeat = self.started + HEARTBEAT_S
-        self.reported = self.started
+        self.reported = self.overdue = self.started
         self.crash_seen: float | None = None
         descriptor = os.pidfd_open(self.process.pid)
         try:
@@ -534,8 +351,12 @@ class Supervisor:
         return not self._statuses() and any(not alive(pid) for pid in reclaim.rank_processes(self.runtime))
 
     def _look_for_stuck_step(self, now: float) -> None:
-        beats = reclaim.read_beats(self.runtime)
-        last = max((beat.moment for beat in beats.values()), default=self.started)
+        beats = reclaim.read_beats(self.runtime).values()
+        last = max((beat.moment for beat in beats), default=self.started)
+        usual = max((beat.usual_s for beat in beats), default=0.0)
+        if usual and now - last > max(OVERDUE_S, OVERDUE_TIMES * usual) and self.overdue != last and not self.stop:
+            self.overdue = last
+            say(f"step {self._last_step() + 1} has taken {now - last:.0f} s so far, {usual:.2g} s is usual")
         limit = self.config.restart.stuck_after_s
         if self.stop or now - max(last, self.reported) < limit:
             return
