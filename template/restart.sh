@@ -3,8 +3,9 @@
 # Usage: ./restart.sh [--gpus N] [--accept KEY,...] [KEY=VALUE ...]
 # Exit codes: 0 finished; 75 stopped with its state saved, start me again; 78 change something first; other: crashed.
 set -eu
-trap 'exit 75' TERM INT USR1 # nothing has been started yet
 cd -- "$(dirname -- "$(readlink -f -- "$0")")"
+again=$(sed -n 's/^ *exit_reclaimed: *\([0-9][0-9]*\).*/\1/p' startup/nexgpu.yaml 2>/dev/null) || again=
+trap 'exit "${again:-75}"' TERM INT USR1 # no rank runs yet
 
 python=.venv/bin/python
 [ -x "$python" ] || python=$(command -v python3) || python=

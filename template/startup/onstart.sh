@@ -3,9 +3,10 @@
 # Usage: startup/onstart.sh [what restart.sh takes]      PYTHON=... names the interpreter that .venv is made with.
 # Exit codes: those of restart.sh; 1 where packages could not be installed (another start may find the network).
 set -eu
-started=
-trap '[ -z "$started" ] || kill "$started" 2>/dev/null; exit 75' TERM INT USR1 # no rank runs yet
 cd -- "$(dirname -- "$(readlink -f -- "$0")")/.."
+started=
+again=$(sed -n 's/^ *exit_reclaimed: *\([0-9][0-9]*\).*/\1/p' startup/nexgpu.yaml 2>/dev/null) || again=
+trap '[ -z "$started" ] || kill "$started" 2>/dev/null; exit "${again:-75}"' TERM INT USR1 # no rank runs yet
 
 # Prints the pins that are not there, one a line.
 missing='import re, sys
@@ -22,8 +23,10 @@ for pin in re.findall(r"(?m)^([\w.-]+)==([^\s;]+) *(?:\\|$)", open("startup/requ
 run() {
     "$@" &
     started=$!
-    wait "$started"
+    code=0
+    wait "$started" || code=$?
     started=
+    return "$code"
 }
 
 find_python() {
