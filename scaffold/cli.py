@@ -106,7 +106,7 @@ def interval(
         raise click.UsageError("give either --mtbi or --interruptions")
     if plot is not None and plot.suffix.lower() not in (".png", ".svg"):
         raise click.BadParameter(f"{plot} must end in .png or .svg", param_hint="--plot")
-    from scaffold.interval import calculator, table
+    from scaffold.interval import calculator
     from scaffold.interval import plot as draw
 
     try:
@@ -114,16 +114,19 @@ def interval(
             assert log is not None
             mtbi = calculator.mtbi_from_log(log)
         found = calculator.compute_interval(mtbi, step_time, save_time, save_stall, restart_time, badput)
-        if plot is not None:
-            draw(found, plot)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise click.ClickException(str(error)) from error
+    if plot is not None:
+        try:
+            draw(found, plot)
+        except OSError as error:
+            raise click.ClickException(f"{plot} cannot be written: {error.strerror or error}") from error
     if as_json:
         import json
 
         click.echo(json.dumps(found.to_dict(), indent=2))
     else:
-        click.echo(table(found))
+        click.echo(calculator.table(found))
 
 
 @main.command()
@@ -141,7 +144,10 @@ def update(path: Path) -> None:
 @main.command()
 @click.argument("path", type=_FOLDER, default=".")
 def doctor(path: Path) -> None:
-    """Check that the project in PATH can be updated, and show where it differs from its template."""
+    """Check that the project in PATH can be updated.
+
+    Also shows where it differs from its template.
+    """
     from scaffold.doctor import run
 
     run(path)

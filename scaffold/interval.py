@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 else:
     calculator = _load()
 
-__all__ = ["calculator", "from_answers", "plot", "table"]
+__all__ = ["calculator", "from_answers", "plot"]
 
 _TIMES = ("mtbi", "step_time", "save_time", "save_stall", "restart_time")
 
@@ -42,37 +42,6 @@ def from_answers(answers: Mapping[str, Any]) -> Interval | None:
     return calculator.compute_interval(
         mtbi, step, save, stall, restart, calculator.parse_share(str(answers["badput_target"]))
     )
-
-
-def table(interval: Interval) -> str:
-    """The interval for a person: floor, optimum, ceiling, what was chosen, and what it is expected to cost."""
-    duration = calculator.format_duration
-    steps = interval.save_interval_steps
-    if steps == interval.ceiling_steps and steps != interval.optimum_steps:
-        chosen = "the ceiling: the badput target allows no more"
-    elif steps == interval.floor_steps and steps != interval.optimum_steps:
-        chosen = "the floor: one save at a time allows no less"
-    else:
-        chosen = "the optimum"
-    rows = [
-        ("floor", interval.floor_steps, "one save at a time"),
-        ("optimum", interval.optimum_steps, "Young 1974: stalls against lost work"),
-        ("ceiling", interval.ceiling_steps, f"badput {_percent(interval.badput_target)} or less"),
-        ("chosen", steps, chosen),
-    ]
-    width = max(len(f"{row[1]:,}") for row in rows)
-    lines = [
-        f"Save interval for an interruption every {duration(interval.mtbi_s)}, "
-        f"steps of {duration(interval.step_time_s)}, saves of {duration(interval.save_time_s)}:",
-        *(
-            f"  {name:<8} {count:>{width},} steps  {duration(_rounded(count * interval.step_time_s)):<10} {why}"
-            for name, count, why in rows
-        ),
-        f"  expected badput {_percent(interval.badput)} from saves and lost work (target "
-        f"{_percent(interval.badput_target)}), {_percent(interval.badput_total)} with stalls "
-        f"({_percent(interval.badput_stall)}) and restarts ({_percent(interval.badput_restart)})",
-    ]
-    return "\n".join(lines)
 
 
 def plot(interval: Interval, file: Path) -> None:
@@ -118,12 +87,3 @@ def plot(interval: Interval, file: Path) -> None:
     )
     axes.legend(fontsize="small")
     figure.savefig(file, format=file.suffix[1:].lower())
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2f}".rstrip("0").rstrip(".") + "%"
-
-
-def _rounded(seconds: float) -> float:
-    """To what a person wants to read: whole seconds from a minute up."""
-    return float(round(seconds)) if seconds >= 60 else seconds

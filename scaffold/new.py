@@ -58,7 +58,7 @@ def create(request: Request) -> None:
     given = {**_read_answers(request.answers_file), **request.data}
     source = resolve(request.source, request.ref)
 
-    from scaffold.interval import from_answers, table
+    from scaffold.interval import calculator, from_answers
     from scaffold.render import one_line_errors, render
 
     notes = list(source.notes)
@@ -69,7 +69,7 @@ def create(request: Request) -> None:
         interval = from_answers(rendered.answers) if rendered else None
         if asking:
             if interval:
-                click.echo("\n" + table(interval) + "\n")
+                click.echo("\n" + calculator.table(interval) + "\n")
             if not request.dry_run:
                 click.confirm(f"Write the project to {request.path}?", default=True, abort=True)
         again = _again(request, rendered.answers, source, staging) if asking and rendered else _command(request, given)
@@ -99,7 +99,7 @@ def create(request: Request) -> None:
         click.echo(json.dumps(report, indent=2, ensure_ascii=False))
     else:
         if interval and not asking:
-            click.echo(table(interval) + "\n")
+            click.echo(calculator.table(interval) + "\n")
         _tell(request, report, asking)
 
 
@@ -191,12 +191,14 @@ def _ask(source: Source, staging: Path, given: Mapping[str, Any], request: Reque
 
 
 def _name_the_question(error: Exception, given: Mapping[str, Any]) -> None:
-    """Copier says "could not convert string to float: 'abc'" and leaves the question out; put the likely one in."""
+    """Copier says "invalid literal for int() with base 10: 'abc'" and leaves the question out; name the likely one."""
     text = " ".join(str(error).split())
     if "question" in text.lower():
         return
     culprits = [key for key, value in given.items() if repr(value) in text or f"'{value}'" in text]
     if culprits:
+        if text.startswith("invalid literal for int()"):
+            text = f"{given[culprits[0]]!r} is not a whole number"
         raise Refused(f"{culprits[0]}: {text}") from error
 
 

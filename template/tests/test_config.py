@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from trainer.cli import main
 from trainer.config import CONFIG_FILE, FILE_SECTIONS, STARTUP_FILE, compare_fingerprints, fingerprint, load_config
 from trainer.outcome import ConfigError
 
@@ -108,3 +110,9 @@ def test_a_fingerprint_refuses_warns_or_passes_by_class_of_change(project: Path)
     assert "--accept optim.lr" in str(caught.value)
     assert "data.seed" not in str(caught.value)
     assert len(compare_fingerprints(saved, changed, ["optim.lr", "data.seed"])) == 2
+
+
+@pytest.mark.parametrize("arguments", [["launch", "--gpus", "two"], ["launch", "--bogus"], ["train", "--gpus", "0"]])
+def test_a_wrong_option_is_a_wrong_configuration_and_no_crash(arguments: list[str]) -> None:
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 78 and "Error: " in done.output

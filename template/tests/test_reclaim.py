@@ -135,7 +135,9 @@ def test_a_start_can_be_revoked_until_the_first_step_and_not_after(tmp_path: Pat
     ],
 )
 def test_what_the_time_is_enough_for(left: float, step: float, save: float | None, pending: float, want: Want) -> None:
-    assert decide(left, step, save, pending)[0] is want
+    decision, why = decide(left, step, save, pending)
+    assert decision is want
+    assert "inf" not in why
 
 
 def test_handlers_set_a_flag_and_nothing_else() -> None:

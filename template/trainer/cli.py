@@ -25,6 +25,9 @@ class _Group(click.Group):
         except ConfigError as error:
             click.echo(f"error: {error}", err=True)
             sys.exit(CONFIG)
+        except click.UsageError as error:
+            error.show()
+            sys.exit(CONFIG)  # click's 2 would look like a crash to what starts the run
         except UnavailableError as error:
             click.echo(f"not now: {error}", err=True)
             sys.exit(RECLAIMED)
@@ -56,7 +59,10 @@ def _run(command: Callable[..., Any]) -> Callable[..., Any]:
 @main.command()
 @_run
 def launch(overrides: tuple[str, ...], gpus: int | None, accepted: tuple[str, ...]) -> None:
-    """Start or resume training on this node's GPUs, restart it after crashes, stop it cleanly at a reclaim."""
+    """Start training on this node, or resume it.
+
+    Restarts it after crashes and stops it cleanly at a reclaim.
+    """
     from trainer.launch import launch as run
 
     sys.exit(run(overrides, gpus=gpus, accepted=accepted))
@@ -73,7 +79,10 @@ def train(
     runtime: Path | None,
     attempt: int | None,
 ) -> None:
-    """Be one rank: what `launch` starts through torchrun, once for each GPU."""
+    """Be one rank.
+
+    What `launch` starts through torchrun, once for each GPU.
+    """
     from trainer.reclaim import prepare_rank
 
     prepare_rank(runtime)
@@ -114,7 +123,10 @@ def train(
 @click.option("--output", type=click.Path(path_type=Path), help="Folder of the verdict; default: ./drill")
 @_settings
 def drill(overrides: tuple[str, ...], save_ranks: int, resume_ranks: int, steps: int, output: Path | None) -> None:
-    """Rehearse a recovery: save on some ranks, kill -9, resume on others, compare with a run never interrupted."""
+    """Rehearse a recovery.
+
+    Saves on some ranks, kill -9, resumes on others, and compares with a run that was never interrupted.
+    """
     from trainer.drill import drill as run
 
     sys.exit(run(overrides, save_ranks=save_ranks, resume_ranks=resume_ranks, steps=steps, output=output))
@@ -124,7 +136,10 @@ def drill(overrides: tuple[str, ...], save_ranks: int, resume_ranks: int, steps:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_settings
 def doctor(overrides: tuple[str, ...], as_json: bool) -> None:
-    """Go through the checklist: is this machine and this configuration fit for being interrupted?"""
+    """Go through the checklist.
+
+    Are this machine and this configuration fit for being interrupted?
+    """
     from trainer.doctor import doctor as run
 
     sys.exit(run(overrides, as_json=as_json))
@@ -145,9 +160,9 @@ def report(overrides: tuple[str, ...], as_json: bool, plot: Path | None) -> None
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_settings
 def interval(overrides: tuple[str, ...], as_json: bool) -> None:
-    """Show the save interval of this configuration and why it is what it is."""
+    """Show the save interval and why it is what it is."""
     from trainer.config import load_config
-    from trainer.interval import IntervalError, compute_interval, format_duration
+    from trainer.interval import IntervalError, compute_interval, table
 
     settings = load_config(overrides).checkpoint
     try:
@@ -160,13 +175,9 @@ def interval(overrides: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=2))
         return
-    every = format_duration(found.save_interval_steps * found.step_time_s)
-    click.echo(f"save every {found.save_interval_steps} steps ({every})")
-    click.echo(f"floor {found.floor_steps}, optimum {found.optimum_steps}, ceiling {found.ceiling_steps}")
-    click.echo(
-        f"expected badput {found.badput:.2%} of at most {found.badput_target:.2%}; with stalls and restarts "
-        f"{found.badput_total:.2%}"
-    )
+    click.echo(table(found))
+    if found.save_interval_steps != settings.every_steps:
+        click.echo(f"checkpoint.every_steps is {settings.every_steps}")
 
 
 @main.group()
@@ -213,7 +224,7 @@ def prune_checkpoints(overrides: tuple[str, ...], keep: int | None) -> None:
 @click.argument("output", type=click.Path(path_type=Path))
 @_settings
 def export(overrides: tuple[str, ...], output: Path, step: int | None, averaged: bool) -> None:
-    """Write the model of a checkpoint to OUTPUT, a .safetensors file."""
+    """Write a checkpoint's model to OUTPUT, as safetensors."""
     from trainer.export import export as run
 
     sys.exit(run(overrides, output, step=step, averaged=averaged))

@@ -192,6 +192,36 @@ def format_duration(seconds: float) -> str:
     return text + _decimal(f"{left / 1000:.3f}") + "s" if left else text
 
 
+def table(interval: Interval) -> str:
+    """The interval for a person: floor, optimum, ceiling, what was chosen, and what it is expected to cost."""
+    steps = interval.save_interval_steps
+    if steps == interval.ceiling_steps and steps != interval.optimum_steps:
+        chosen = "the ceiling: the badput target allows no more"
+    elif steps == interval.floor_steps and steps != interval.optimum_steps:
+        chosen = "the floor: one save at a time allows no less"
+    else:
+        chosen = "the optimum"
+    rows = [
+        ("floor", interval.floor_steps, "one save at a time"),
+        ("optimum", interval.optimum_steps, "Young 1974: stalls against lost work"),
+        ("ceiling", interval.ceiling_steps, f"badput {_percent(interval.badput_target)} or less"),
+        ("chosen", steps, chosen),
+    ]
+    width = max(len(f"{row[1]:,}") for row in rows)
+    lines = [
+        f"Save interval for an interruption every {format_duration(interval.mtbi_s)}, "
+        f"steps of {format_duration(interval.step_time_s)}, saves of {format_duration(interval.save_time_s)}:",
+        *(
+            f"  {name:<8} {count:>{width},} steps  {format_duration(_readable(count * interval.step_time_s)):<10} {why}"
+            for name, count, why in rows
+        ),
+        f"  expected badput {_percent(interval.badput)} from saves and lost work (target "
+        f"{_percent(interval.badput_target)}), {_percent(interval.badput_total)} with stalls "
+        f"({_percent(interval.badput_stall)}) and restarts ({_percent(interval.badput_restart)})",
+    ]
+    return "\n".join(lines)
+
+
 def mtbi_from_log(path: Path | str) -> float:
     """Mean time between the interruptions of a log: one a line, beginning with its time.
 
@@ -291,6 +321,11 @@ def _rounded_up(seconds: float) -> float:
 def _rounded_down(seconds: float) -> float:
     grain = _grain(seconds)
     return math.floor(seconds * grain * (1 + 1e-9)) / grain
+
+
+def _readable(seconds: float) -> float:
+    """What a person wants to read: whole seconds from a minute up."""
+    return float(round(seconds)) if seconds >= 60 else seconds
 
 
 def _percent(share: float) -> str:

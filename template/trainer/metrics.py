@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,7 @@ class Metrics:
             self.board = SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=first_step)
         self.before = time.perf_counter()
         self.first_step = first_step
-        self._seconds_left: float | None = None
+        self._newest: deque[float] = deque(maxlen=20)  # seconds of the newest steps, without the first
 
     def step(self, step: int, values: Mapping[str, Any]) -> None:
         """Record one optimizer step: `values` are loss, lr, grad_norm, samples, batch_hash and perhaps val_loss."""
@@ -60,7 +62,8 @@ class Metrics:
                 if name in line:
                     self.board.add_scalar(name, line[name], step)
         steps = self.config.train.steps
-        self._seconds_left = _smooth(self._seconds_left, seconds) if step > self.first_step else None
+        if step > self.first_step:
+            self._newest.append(seconds)
         if step % self.config.logging.every_steps == 0 or step in (self.first_step, steps) or "val_loss" in values:
             self._print(step, line, mfu)
 
@@ -72,8 +75,8 @@ class Metrics:
         parts += [f"lr {line['lr']:.2e}", f"grad {line['grad_norm']:.2f}", f"{line['tokens_per_s']:,.0f} tokens/s"]
         if mfu is not None:
             parts.append(f"MFU {mfu:.0%}")
-        if self._seconds_left is not None and step < steps:
-            parts.append(f"{format_duration(round(self._seconds_left * (steps - step)))} left")
+        if self._newest and step < steps:
+            parts.append(f"{format_duration(round(statistics.median(self._newest) * (steps - step)))} left")
         print("   ".join(parts), flush=True)
 
     def pause(self) -> None:
@@ -112,7 +115,3 @@ def _peak_tflops(device: torch.device) -> float:
         return 0
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in _PEAK_TFLOPS.items() if part in name), 0)
-
-
-def _smooth(before: float | None, now: float) -> float:
-    return now if before is None else 0.9 * before + 0.1 * now

@@ -18,6 +18,7 @@ import contextlib
 import enum
 import faulthandler
 import json
+import math
 import os
 import signal
 import struct
@@ -266,11 +267,12 @@ def decide(left_s: float, step_s: float, save_s: float | None, pending_s: float)
         save_s: of a save until it is durable, as measured in this run; None before the first: it is tried.
         pending_s: until the save in flight is durable; 0 where there is none.
     """
+    left = "no time limit" if math.isinf(left_s) else f"{left_s:.0f} s left"
     if save_s is None:
-        return Want.STOP, f"{left_s:.0f} s left and no save measured yet: ending the step and trying to save it"
+        return Want.STOP, f"{left} and no save measured yet: ending the step and trying to save it"
     needed = step_s + pending_s + save_s
     if needed <= left_s:
-        return Want.STOP, f"{left_s:.0f} s left, about {needed:.0f} s needed: ending the step and saving it"
+        return Want.STOP, f"{left}, about {needed:.0f} s needed: ending the step and saving it"
     flush = "; the save in flight is waited for" if 0 < pending_s <= left_s else ""
     flush = "; the save in flight will hardly make it" if pending_s > left_s else flush
-    return Want.STOP_UNSAVED, f"{left_s:.0f} s left, about {needed:.0f} s needed for a save: stopping without{flush}"
+    return Want.STOP_UNSAVED, f"{left}, about {needed:.0f} s needed for a save: stopping without{flush}"
