@@ -246,6 +246,19 @@ def mix(ranks: Ranks) -> None:
         ranks.say(finished=checkpoints.finish(), resident=resident)
 
 
+def fill(ranks: Ranks) -> None:
+    """The volume is full at the first save, and has room at the second."""
+    with ranks.checkpoints() as (checkpoints, state):
+        checkpoints.resume()
+        for _ in range(2):
+            ranks.train_step(checkpoints, state)
+            checkpoints.save(state.step, state.samples)
+            ranks.until_settled(checkpoints)
+            if ranks.rank == 0:
+                Path(os.environ["FILLER"]).unlink(missing_ok=True)
+            dist.barrier(ranks.control)
+
+
 def _resident_bytes(pid: int) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon"):
@@ -253,7 +266,9 @@ def _resident_bytes(pid: int) -> int:
     return 0
 
 
-SCENARIOS: dict[str, Callable[[Ranks], None]] = {function.__name__: function for function in (train, fail, hang, mix)}
+SCENARIOS: dict[str, Callable[[Ranks], None]] = {
+    function.__name__: function for function in (train, fail, hang, mix, fill)
+}
 
 
 if __name__ == "__main__":

@@ -157,6 +157,7 @@ def test_every_fault_is_decided_together_and_the_next_save_works(tmp_path: Path)
         commits.verify(commit)
 
 
+@pytest.mark.slow
 def test_a_hanging_writer_is_overdue_and_after_too_many_failures_all_ranks_stop(tmp_path: Path) -> None:
     with job("hang", tmp_path / "run") as one:
         assert one.end(180) == [1, 1], one.output
@@ -234,3 +235,21 @@ def test_few_file_descriptors_are_enough(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert complete(tmp_path / "run") == [12, 10, 5]
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_said_before_anything_is_written_and_the_next_save_works(tmp_path: Path) -> None:
+    """On a real small file system: one checkpoint fits, two do not, then there is room again."""
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(volume)], check=True)
+    try:
+        filler = volume / "filler"
+        filler.write_bytes(bytes(23 << 20))
+        with job("fill", volume / "run", FILLER=str(filler)) as one:
+            assert one.end(180) == [0, 0], one.output
+        assert complete(volume / "run") == [2]
+        failed = [event for event in read_ledger(volume / "run") if event["event"] == "save_failed"]
+        assert [event["step"] for event in failed] == [1] and "no room for a checkpoint" in failed[0]["reason"]
+    finally:
+        subprocess.run(["umount", str(volume)], check=True)

@@ -112,7 +112,7 @@ def prune(config: Config, keep: int | None = None) -> int:
         gone = retention.prune(run_dir, epoch, keep or settings.keep_last, settings.keep_every_steps, mode)
     except Fenced as error:
         raise UnavailableError(str(error)) from None
-    left = retention.sweep(run_dir, epoch, mode)
-    retention.delete([*gone, *(path for path in left if path not in gone)])
+    left = [path for path in retention.sweep(run_dir, epoch, mode) if path not in gone]
+    retention.delete([*gone, *left])
     click.echo(f"removed {len(gone)} checkpoints and {len(left)} leftovers; {len(commits.complete(run_dir))} are kept")
     return 0
