@@ -18,7 +18,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
-PATIENCE_S = 120.0  # with a call on all ranks; then their stacks are shown
+PATIENCE_S = 300.0  # with a call on all ranks; then their stacks are shown
 JOB = "job of this rank"  # a global of this file in a child: what to run
 
 torch.set_num_threads(1)  # tests share the cores with their ranks, and a forked rank must not inherit a pool
