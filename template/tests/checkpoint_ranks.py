@@ -29,6 +29,7 @@ from trainer.checkpoint import daemon
 from trainer.checkpoint.manager import Checkpoints, SavesFailed
 from trainer.config import CheckpointConfig, Config, RunConfig
 from trainer.ledger import Ledger
+from trainer.outcome import UnavailableError
 
 WIDTH = 32
 
@@ -226,6 +227,21 @@ def hang(ranks: Ranks) -> None:
                 raise
 
 
+def refuse(ranks: Ranks) -> None:
+    """The volume takes files but no commit: after the second failure in a row all ranks stop."""
+    with ranks.checkpoints(max_failed_saves=2) as (checkpoints, state):
+        checkpoints.resume()
+        for _ in range(4):
+            ranks.until_settled(checkpoints)
+            ranks.train_step(checkpoints, state)
+            checkpoints.save(state.step, state.samples)
+            try:
+                ranks.until_settled(checkpoints)
+            except (SavesFailed, UnavailableError) as error:
+                print("@" + json.dumps({"stopped": ranks.rank, "why": str(error), "step": state.step}), flush=True)
+                raise
+
+
 def mix(ranks: Ranks) -> None:
     """Everything changes as soon as it may, while the save is being written; twenty times, back to back."""
     state = ToyState(ranks.rank, width=512)
@@ -267,7 +283,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 SCENARIOS: dict[str, Callable[[Ranks], None]] = {
-    function.__name__: function for function in (train, fail, hang, mix, fill)
+    function.__name__: function for function in (train, fail, refuse, hang, mix, fill)
 }
 
 

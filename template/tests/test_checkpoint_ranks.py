@@ -157,6 +157,30 @@ def test_every_fault_is_decided_together_and_the_next_save_works(tmp_path: Path)
         commits.verify(commit)
 
 
+def test_after_too_many_failures_in_a_row_all_ranks_stop_with_one_clear_line(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / ".commit.lock").mkdir(parents=True)  # where a file should be
+    with job("refuse", run_dir) as one:
+        assert one.end(180) == [1, 1], one.output
+    stopped = [said for said in one.said() if "stopped" in said]
+    assert sorted(said["stopped"] for said in stopped) == [0, 1]
+    assert len({said["why"] for said in stopped}) == 1
+    assert "2 saves in a row failed" in stopped[0]["why"] and "\n" not in stopped[0]["why"]
+    assert stopped[0]["step"] == 2, "the start of a new writer between them does not count as a success"
+    assert complete(run_dir) == []
+
+
+def test_ranks_whose_run_was_taken_over_stop_at_their_next_save(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "lease.json").write_text('{"epoch": 5}')
+    with job("refuse", run_dir, attempt=4) as one:
+        assert one.end(180) == [1, 1], one.output
+    stopped = [said for said in one.said() if "stopped" in said]
+    assert len(stopped) == 2 and all("taken over" in said["why"] and said["step"] == 1 for said in stopped)
+    assert complete(run_dir) == []
+
+
 @pytest.mark.slow
 def test_a_hanging_writer_is_overdue_and_after_too_many_failures_all_ranks_stop(tmp_path: Path) -> None:
     with job("hang", tmp_path / "run") as one:

@@ -216,6 +216,7 @@ def main() -> int:
     parser.add_argument("--span-s", type=float, default=4.0, help="of training, within which the kill comes")
     parser.add_argument("--directory", type=Path, help="where to work; default: a temporary directory")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leave no processes behind
     chance = random.Random(arguments.seed)
     begin = time.monotonic()
     place = Path(tempfile.mkdtemp(prefix="kill_storm_", dir=arguments.directory))

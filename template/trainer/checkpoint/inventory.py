@@ -114,5 +114,6 @@ def prune(config: Config, keep: int | None = None) -> int:
         raise UnavailableError(str(error)) from None
     left = [path for path in retention.sweep(run_dir, epoch, mode) if path not in gone]
     retention.delete([*gone, *left])
-    click.echo(f"removed {len(gone)} checkpoints and {len(left)} leftovers; {len(commits.complete(run_dir))} are kept")
+    kept = len(commits.complete(run_dir))
+    click.echo(f"removed: checkpoints {len(gone)}, leftovers {len(left)}; kept: {kept}")
     return 0

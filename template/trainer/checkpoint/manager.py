@@ -264,6 +264,7 @@ class Checkpoints:
 
         Raises:
             SavesFailed: the save that was in flight was one failure too many.
+            UnavailableError: another start has taken the run over.
         """
         if self._is_saved(step):
             return
@@ -427,10 +428,9 @@ class Checkpoints:
 
     def _close_books(self, flight: _Flight) -> None:
         self._flight = None
-        self._failures = 0
         if flight.step is None:
             return
-        self._committed = flight.step
+        self._committed, self._failures = flight.step, 0
         if not flight.staged:
             self._staged(flight)
         if self.rank == 0:
@@ -457,6 +457,8 @@ class Checkpoints:
                 self.ledger.record("save_failed", step=step, reason=reason)
         elif self.rank == 0:
             log.warning("the writer process was lost (%s) and is replaced", reason)
+        if f": {Fenced.__name__}: " in reason:
+            raise UnavailableError(f"this run has been taken over by another start ({reason})")
         self._tries += 1
         limit = self.config.checkpoint.max_failed_saves
         if self._failures >= limit:
