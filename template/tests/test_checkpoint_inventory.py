@@ -53,7 +53,7 @@ def test_verify_reads_every_byte(config: Config, capsys: pytest.CaptureFixture[s
 
 def test_prune_keeps_what_is_asked_for(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     assert inventory.prune(config, keep=2) == 0
-    assert "removed 1 checkpoints and 1 leftovers; 2 are kept" in capsys.readouterr().out
+    assert "removed: checkpoints 1, leftovers 1; kept: 2" in capsys.readouterr().out
     assert inventory.prune(config) == 0
     assert sorted(path.name for path in config.run_dir.iterdir() if "step" in path.name) == [
         "corrupt_step_00000005", "step_00000030",

@@ -101,9 +101,11 @@ def train(
             if save:
                 checkpoints.save(step, state.samples)
             if stop:
-                checkpoints.finish()
+                saved = checkpoints.finish()
                 break
     if step == last:
+        if not saved:
+            raise RuntimeError(f"the save of the last step, {step}, failed twice; start again from the one before")
         return Reason.FINISHED, step
     return reclaim_reason(reclaim), step
 
