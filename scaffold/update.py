@@ -48,7 +48,7 @@ def run(project: Path) -> None:
         click.echo(f"  removed by the template: {name} (its last content is in git)")
     if conflicts:
         raise Refused(f"conflicts in {', '.join(conflicts)}: resolve the marked places, then `git add` and commit")
-    click.echo("Look at it with `git diff`, then commit it.")
+    click.echo("Look at it with `git diff`, then commit all of it, new files too: git add --all && git commit")
 
 
 def read_answers(project: Path) -> dict[str, object]:
