@@ -51,7 +51,8 @@ class _Process(_TorchsProcess):
     def _checkpointing_subprocess(*arguments: Any) -> None:
         logging.getLogger().addFilter(lambda record: False)  # torch's own; what fails is told to the trainer
         _ignore_signals()
-        _TorchsProcess._checkpointing_subprocess(*arguments)
+        with contextlib.suppress(EOFError, ConnectionError):  # the trainer was killed: nobody to serve or to tell
+            _TorchsProcess._checkpointing_subprocess(*arguments)
 
 
 @contextlib.contextmanager

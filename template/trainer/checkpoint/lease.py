@@ -261,7 +261,11 @@ def _write(run_dir: Path, record: Record, durable: bool = True) -> None:
             write_durably(temporary, content)
         else:
             temporary.write_bytes(content)
-        temporary.replace(path)
+        try:
+            temporary.replace(path)
+        except OSError:  # an object store that renames nothing; there this is best effort
+            path.write_bytes(content)
+            temporary.unlink(missing_ok=True)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

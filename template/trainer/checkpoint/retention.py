@@ -121,7 +121,10 @@ def reading(commit: Commit) -> Iterator[None]:
 @contextlib.contextmanager
 def _unread(directory: Path) -> Iterator[bool]:
     """Whether nobody is `reading` the checkpoint; it stays so inside."""
-    descriptor = os.open(directory / COMMIT, os.O_RDWR | os.O_CLOEXEC)
+    try:  # NFS locks exclusively what is open for writing only, object stores open nothing for that
+        descriptor = os.open(directory / COMMIT, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        descriptor = os.open(directory / COMMIT, os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -7,6 +7,8 @@ DCP reports as done is durable on every rank, it takes no part of the trainer, a
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import pickle
 import threading
@@ -31,6 +33,8 @@ from trainer.checkpoint.lease import commit_lock
 from trainer.checkpoint.shard import write_shard
 from trainer.checkpoint.staging import ArenaPlanner
 from trainer.ledger import Ledger
+
+log = logging.getLogger(__name__)
 
 SPARE_BYTES = 16 << 20  # left free on the volume beside a checkpoint
 
@@ -162,11 +166,8 @@ def publish(commit: Commit, order: Order) -> list[Path]:
         commits.write_durably(order.directory / COMMIT, content)
         commits.fsync_directory(order.directory)
     with commit_lock(order.run_dir, order.attempt):
-        if order.mode == "manifest":  # one small file does move in one piece
-            temporary = order.final / f".{COMMIT}.{order.mark}"
-            commits.write_durably(temporary, content)
-            temporary.rename(order.final / COMMIT)
-            commits.fsync_directory(order.final)
+        if order.mode == "manifest":
+            _put(order.final / COMMIT, content, order.mark)
         else:
             if order.final.exists():
                 try:
@@ -176,8 +177,24 @@ def publish(commit: Commit, order: Order) -> list[Path]:
                     gone.append(retention.remove(order.final, "rename"))
             order.directory.rename(order.final)
             commits.fsync_directory(order.run_dir)
-        gone += retention.take_away(order.run_dir, order.keep_last, order.keep_every_steps, order.mode)
+        try:
+            gone += retention.take_away(order.run_dir, order.keep_last, order.keep_every_steps, order.mode)
+        except OSError as error:  # the commit stands
+            log.warning("older checkpoints of %s could not be removed (%s)", order.run_dir, error)
     return gone
+
+
+def _put(path: Path, content: bytes, mark: str) -> None:
+    """Have a small file appear in one piece where directories cannot be renamed. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{mark}")
+    commits.write_durably(temporary, content)
+    try:
+        temporary.rename(path)
+    except OSError:  # a mount that renames nothing at all, on which a new file appears when it is closed
+        commits.write_durably(path, content)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    commits.fsync_directory(path.parent)
 
 
 def _flat(results: Sequence[Sequence[Any]]) -> list[Any]:
