@@ -26,6 +26,7 @@ from trainer.processes import die_with_parent
 REPORT = "torchrun.json"
 PARENT = "torchrun.pid"  # so that a rank knows whether its parent is still the one that started it
 LINGER_S = 10.0  # for the other ranks, once one has failed
+LEAVE_S = 120.0  # once one has ended well: all do so after the same step
 # Of these torchrun leaves SIGUSR1 out by default: it would end torchrun and leave the ranks as orphans.
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
@@ -94,7 +95,7 @@ def run_ranks(ranks: int, words: Sequence[str], seconds: float) -> dict[str, Any
             os.close(descriptor)
             if code := process.wait():
                 failures[processes.index(process)] = code
-                kill_at = min(kill_at, time.monotonic() + LINGER_S)
+            kill_at = min(kill_at, time.monotonic() + (LINGER_S if code else LEAVE_S))
         for request in received[handed_on:]:
             handed_on += 1
             kill_at = min(kill_at, time.monotonic() + seconds)
