@@ -1,11 +1,14 @@
 """Reclaim a training run at random moments, over and over: always exit 75, never a deadlock, no step lost.
 
     python tests/benchmarks/reclaim_storm.py --rounds 50 --ranks 4 --target rank --target group --seed 0
+    python tests/benchmarks/reclaim_storm.py --cost --ranks 2
 
 Each round starts `python -m trainer launch` (data-loader workers included), and after a random while, before or after
 the first new step, sends SIGTERM, SIGINT or SIGUSR1 to the launcher, to what starts the ranks, to one rank, or to all
 process groups at once, sometimes twice. It has to exit with 75, with newest checkpoint, last line of the metrics and
 `stopped` in the ledger at the same step. The next round carries on. Prints seconds from signal to exit.
+
+With --cost instead: what asking and agreeing cost per step, beside a step of the demo with its default settings.
 """
 
 from __future__ import annotations
@@ -42,6 +45,28 @@ SETTINGS = [
 TARGETS = ("launcher", "torchrun", "rank", "group")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PATIENCE_S = 120.0
+
+
+# A rank that does nothing but ask and agree.
+AGREES = """
+import pathlib, sys, time, torch
+from trainer import parallel
+from trainer.agreement import Agreement
+from trainer.reclaim import Reclaim, Want
+folder = pathlib.Path(sys.argv[1])
+with Reclaim(folder, 30) as reclaim, parallel.join() as world:
+    agreement, number = Agreement(world), torch.zeros((), device=world.device)
+    agreement.begin(1, want=Want.NOTHING, save_due=False)
+    took = []
+    for step in range(1, 1001):
+        begin = time.perf_counter()
+        agreement.exchange(
+            step, number, number, (0, 0), want=reclaim.want(), save_due=False, save_done=False, save_failed=False
+        )
+        agreement.to_record()
+        took.append(time.perf_counter() - begin)
+    (folder / f"took_{world.rank}").write_text(str(sorted(took)[len(took) // 2]))
+"""
 
 
 class Lost(AssertionError):
@@ -162,14 +187,36 @@ def storm(run: Run, target: str, rounds: int, chance: random.Random) -> list[flo
     return seconds
 
 
+def cost(place: Path, ranks: int) -> tuple[float, float]:
+    """Seconds per step of asking and agreeing, and of a step of the demo (medians)."""
+    run = Run(place, ranks)
+    demo = [sys.executable, "-m", "trainer", "launch", "--gpus", str(ranks), "train.steps=12", "run.name=storm"]
+    subprocess.run(demo, cwd=run.project, check=True, stdout=subprocess.DEVNULL)
+    lines = read_records(run.run_dir, "metrics")
+    step_s = 32 * 256 / statistics.median(line["tokens_per_s"] for line in lines[2:])
+    (run.project / "agrees.py").write_text(AGREES)
+    words = [str(os.getpid()), str(place), "30", "--nnodes=1", f"--nproc-per-node={ranks}", "-m", "agrees", str(place)]
+    subprocess.run([sys.executable, "-m", "trainer.torchrun", *words], cwd=run.project, check=True)
+    return max(float(path.read_text()) for path in place.glob("took_*")), step_s
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=50, help="for each target")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: rank and group")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cost", action="store_true")
     arguments = parser.parse_args()
     place = Path(tempfile.mkdtemp(prefix="reclaim_storm_"))
+    if arguments.cost:
+        agree_s, step_s = cost(place, arguments.ranks)
+        print(
+            f"{arguments.ranks} ranks: asking and agreeing {1e6 * agree_s:.0f} µs a step, a step of the demo "
+            f"{1e3 * step_s:.0f} ms: {agree_s / step_s:.2%}"
+        )
+        shutil.rmtree(place)
+        return 0 if agree_s < 0.01 * step_s else 1
     run, chance = Run(place, arguments.ranks), random.Random(arguments.seed)
     try:
         for target in arguments.target or ("rank", "group"):
