@@ -338,6 +338,17 @@ def test_retuning_is_shown_with_what_it_changed(run: Run) -> None:
     assert read(run, alive=True).current_steps == 50  # each attempt measures anew
 
 
+def test_the_stall_counts_what_a_write_costs_the_steps_meanwhile(run: Run) -> None:
+    run.start(0, step=0, world_size=1)
+    run.train(1, 30)
+    run.save(30, write_s=4)
+    stall = {one.key: one for one in read(run, alive=True).assumptions}["checkpoint.save_stall_s"].measured
+    run.event("retuned", every_steps=12, slowdown=1.5)
+    found = read(run, alive=True)
+    slowed = {one.key: one for one in found.assumptions}["checkpoint.save_stall_s"].measured
+    assert slowed == pytest.approx(stall + 0.5 * found.durable_s.median)
+
+
 def test_torn_lines_and_strange_ones_are_skipped(run: Run) -> None:
     interrupted_twice(run)
     whole = invoke(run, "--json").output

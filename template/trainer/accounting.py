@@ -611,15 +611,14 @@ def _assumptions(
         mtbi_s, over = trained_s, "a run without one: at least that"
     step_s = steps.typical_s() or _step_time(events)
     counted = len(steps.tokens) or sum(event.get("event") == "step_time" for event in events)
+    stalled_s = stall_s.steady if stall_s.steady is not None else stall_s.median
+    if stalled_s is not None and durable_s.median is not None:  # as the run itself reckons, see `interval.retuned`
+        stalled_s += (_slowdown(events) - 1) * durable_s.median
     rows: list[tuple[str, float | None, str]] = [
         ("mtbi_s", mtbi_s, over),
         ("step_time_s", step_s, _counted(counted, "step")),
         ("save_time_s", durable_s.median, _counted(durable_s.count, "save")),
-        (
-            "save_stall_s",
-            stall_s.steady if stall_s.steady is not None else stall_s.median,
-            _counted(stall_s.count, "save"),
-        ),
+        ("save_stall_s", stalled_s, _counted(stall_s.count, "save")),
         ("restart_time_s", _median(recoveries), _counted(len(recoveries), "restart")),
     ]
     found = []
@@ -635,6 +634,12 @@ def _assumptions(
             off = name == "save_stall_s" and max(assumed, measured or 0.0) > 0.1 * (step_s or settings.step_time_s)
         found.append(Assumption(f"checkpoint.{name}", assumed, measured, text, off))
     return found
+
+
+def _slowdown(events: Sequence[Record]) -> float:
+    """Step time while a save is written over step time without, as measured last; 1 where nobody did."""
+    measured = [value for event in events if (value := _number(event.get("slowdown"))) is not None]
+    return max(1.0, measured[-1]) if measured else 1.0
 
 
 def _step_time(events: Iterable[Record]) -> float | None:

@@ -61,8 +61,9 @@ class BatchPlan:
 
     def describe(self) -> str:
         """One line for a person: what each rank runs, and what share of it is padding."""
+        batches, ranks = "es" * (self.micro_batches != 1), "s" * (self.world_size != 1)
         line = (
-            f"{self.global_batch} samples a step = {self.micro_batches} micro-batches of {self.micro_batch} "
-            f"on {self.world_size} rank{'s' * (self.world_size != 1)}: {self.micro_batches_per_rank} each"
+            f"{self.global_batch} samples a step = {self.micro_batches} micro-batch{batches} of {self.micro_batch} "
+            f"on {self.world_size} rank{ranks}: {self.micro_batches_per_rank} each"
         )
         return line + (f", {self.padding_share:.0%} of them padding" if self.padding_share > 0 else "")

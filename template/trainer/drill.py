@@ -173,17 +173,18 @@ def _rehearse(settings: Sequence[str], save_ranks: int, resume_ranks: int, folde
     """Steps 1 to 4. Raises RunFailed."""
     whole, cut = (load_config([*settings, f"run.name={name}"]) for name in ("uninterrupted", "interrupted"))
     with _ended_by_signals():
-        click.echo(f"1. {whole.train.steps} steps on {save_ranks} ranks without an interruption")
+        click.echo(f"1. {whole.train.steps} steps on {_ranks(save_ranks)} without an interruption")
         with _Run(settings, whole, save_ranks, folder / "uninterrupted.log") as run:
             run.wait()
-        click.echo(f"2. the same again, saved after every {whole.checkpoint.every_steps} steps")
+        every = "every step" if whole.checkpoint.every_steps == 1 else f"every {whole.checkpoint.every_steps} steps"
+        click.echo(f"2. the same again, saved {every}")
         with _Run(settings, cut, save_ranks, folder / "interrupted.log") as run:
             run.wait_for(lambda: _is_time_to_kill(cut))
             killed = time.time()
             processes = run.kill()
         before = read_metrics(cut.run_dir)
         click.echo(f"3. SIGKILL to all {processes} processes after step {before[-1]['step']}")
-        click.echo(f"4. resumed on {resume_ranks} ranks")
+        click.echo(f"4. resumed on {_ranks(resume_ranks)}")
         with _Run(settings, cut, resume_ranks, folder / "resumed.log") as run:
             run.wait_for(lambda: read_metrics(cut.run_dir)[-1]["attempt"] > before[-1]["attempt"])
             first_step_s = time.time() - killed
@@ -398,9 +399,13 @@ def _print(checks: Sequence[Check], recovery: Recovery, save_ranks: int, resume_
         f"{recovery.first_step_s - recovery.start_s:.1f} s for the step"
     )
     click.echo(
-        f"   {recovery.tokens_per_s_before:,.0f} tokens/s on {save_ranks} ranks before, "
+        f"   {recovery.tokens_per_s_before:,.0f} tokens/s on {_ranks(save_ranks)} before, "
         f"{recovery.tokens_per_s_after:,.0f} on {resume_ranks} after"
     )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
 
 
 def _draw(runs: Runs, title: str, path: Path) -> None:

@@ -238,6 +238,7 @@ class Supervisor:
             int(max(30, grace_s)) + 15, self.overrides, self.accepted,
         )  # fmt: skip
         self.inbox.idle = False
+        say(f"starting the ranks{'' if attempt is None else f', attempt {attempt}'}; the first step takes longest")
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             self.command(start),
