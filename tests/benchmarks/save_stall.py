@@ -290,8 +290,9 @@ def be_a_rank(arguments: argparse.Namespace) -> None:
     if arguments.way == "floor":
         result = floor(state, Path(arguments.place), arguments.saves)
     else:
+        base = memory()
         way = WAYS[arguments.way](state, Path(arguments.place))
-        result = Loop(way, arguments.load).measure(arguments.saves)
+        result = Loop(way, arguments.load).measure(arguments.saves, base)
         way.close()
     if dist.get_rank() == 0:
         result |= {"megabytes_a_rank": state.bytes / 1e6, "tensors": len(state.tensors)}
@@ -336,12 +337,12 @@ class Loop:
                 pass
             self.way.finish()
 
-    def measure(self, saves: int) -> dict[str, float]:
+    def measure(self, saves: int, base: int) -> dict[str, float]:
+        """Seconds and megabytes of `saves` saves; `base`: bytes that were in use before anything of saving was there."""
         import torch
         import torch.distributed as dist
 
         self.until_quiet()  # what a way does before its first save
-        base = self.memory()
         rows = []
         for _ in range(saves):
             quiet_s = [self.train_step()[0] for _ in range(QUIET_STEPS)]
@@ -349,12 +350,12 @@ class Loop:
             begin = time.perf_counter()
             self.way.save(self.step)
             stall_s = time.perf_counter() - begin
-            peak, busy_s, ended = self.memory(), [], self.way.future is None
+            peak, busy_s, ended = memory(), [], self.way.future is None
             while not ended:
                 took_s, waited_s, ended = self.train_step()
                 stall_s += waited_s
                 busy_s.append(took_s - waited_s)
-                peak = max(peak, self.memory())
+                peak = max(peak, memory())
             slowdown = statistics.mean(busy_s[:-1]) / statistics.mean(quiet_s) if len(busy_s) > 1 else 1.0
             rows.append([stall_s, self.way.ended - begin, slowdown, (peak - base) / 1e6])
             self.way.finish()
@@ -375,11 +376,12 @@ class Loop:
             "memory_mb": steady[:, 3].max().item(),
         }
 
-    def memory(self) -> int:
-        """Bytes of this rank and the processes it has started: private memory of all, shared memory once."""
-        children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
-        shared = _status(os.getpid(), "RssShmem")
-        return shared + sum(_status(pid, "RssAnon") for pid in [os.getpid(), *children])
+
+def memory() -> int:
+    """Bytes of this rank and the processes it has started: private memory of all, shared memory once."""
+    children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+    shared = _status(os.getpid(), "RssShmem")
+    return shared + sum(_status(pid, "RssAnon") for pid in [os.getpid(), *children])
 
 
 def _status(pid: int, key: str) -> int:
@@ -470,7 +472,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             seen = key
             lines += ["", f"{key[0]} ranks, {key[1]} cores, about {key[2]} tensors a rank", ""]
             lines += [
-                "| | stall first | stall (min-max) | durable first | durable | slowdown | memory first, later, growth |"
+                "| | stall first | stall (min-max) | durable first | durable | slowdown | memory at first save, later, growth |"
             ]
             lines += ["|---|---|---|---|---|---|---|"]
         if row["way"] == "floor" and "memcpy_s" in row:
