@@ -92,6 +92,7 @@ def _run(samples: Samples, config: Config, world: int, consumed: int, steps: int
     return ran
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores: on purpose
 def test_any_world_size_and_number_of_workers_runs_the_same_batches_across_epoch_ends(config: Config) -> None:
     samples, _ = build_dataset(config)
     assert len(samples) < 5 * BATCH  # so that epochs end on the way

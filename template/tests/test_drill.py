@@ -36,7 +36,7 @@ class Project:
     def drill(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "trainer", "drill", "--steps", str(STEPS), *arguments, "data.path=text.txt"],
-            cwd=self.folder, capture_output=True, text=True, timeout=300, check=False,
+            cwd=self.folder, capture_output=True, text=True, timeout=900, check=False,
         )  # fmt: skip
 
     def verdict(self) -> dict[str, Any]:
