@@ -158,23 +158,22 @@ class DcpSave(Way):
     label = "dcp.save"
 
     def start(self) -> tuple[None, None]:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import save
 
-        dcp.save(self.state.state_dict(), checkpoint_id=self.directory, process_group=self.group)
+        save(self.state.state_dict(), checkpoint_id=self.directory, process_group=self.group)
         return None, None
 
 
 class Thread(Way):
     label = "dcp.async_save, thread"
 
-    def start(self) -> tuple[None, Future[Any]]:
+    def start(self) -> tuple[Future[Any] | None, Future[Any]]:
         return None, self.asynchronously("THREAD")
 
     def asynchronously(self, kind: str, **options: Any) -> Any:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
-        return dcp.async_save(
+        return async_save(
             self.state.state_dict(),
             checkpoint_id=self.directory,
             process_group=self.group,
@@ -200,9 +199,9 @@ class Titan(Thread):
         self.stager = DefaultStager(StagingOptions(False, True, True, False))
 
     def start(self) -> tuple[Future[Any], Future[Any]]:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        planner = DefaultSavePlanner(enable_plan_caching=True)
         response = self.asynchronously("PROCESS", async_stager=self.stager, planner=planner)
         return response.staging_completion, response.upload_completion
 
@@ -213,12 +212,11 @@ class TorchCheckpointing(Way):
     label = "torch_checkpointing (no fsync)"
 
     def __init__(self, state: State, place: Path) -> None:
-        from torch_checkpointing import CheckpointManager
-        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
-
+        package = importlib.import_module("torch_checkpointing")
+        files = importlib.import_module("torch_checkpointing.storage.filesystem")
         super().__init__(state, place)
-        storage = LocalFileSystemStorageConfig(use_direct_io=False)
-        self.manager = CheckpointManager(CheckpointManager.Config(storage_config=storage))
+        storage = files.LocalFileSystemStorageConfig(use_direct_io=False)
+        self.manager = package.CheckpointManager(package.CheckpointManager.Config(storage_config=storage))
 
     def start(self) -> tuple[Future[Any], Future[Any]]:
         future = self.manager.save(str(self.directory), {"state": self.state.state_dict()})
@@ -338,7 +336,7 @@ class Loop:
             self.way.finish()
 
     def measure(self, saves: int, base: int) -> dict[str, float]:
-        """Seconds and megabytes of `saves` saves; `base`: bytes that were in use before anything of saving was there."""
+        """Seconds and megabytes of `saves` saves; `base`: bytes in use before anything of saving was there."""
         import torch
         import torch.distributed as dist
 
@@ -398,7 +396,7 @@ def floor(state: State, place: Path, saves: int) -> dict[str, float]:
     import torch.distributed as dist
 
     warm = [torch.zeros_like(tensor) for tensor in state.local]
-    content = memoryview(torch.ones(state.bytes, dtype=torch.uint8).numpy())
+    content = memoryview(bytearray(b"\1") * state.bytes)
     rows = []
     for number in range(saves):
         path = place / f"raw_{dist.get_rank()}_{number}"
@@ -471,9 +469,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         if key != seen:
             seen = key
             lines += ["", f"{key[0]} ranks, {key[1]} cores, about {key[2]} tensors a rank", ""]
-            lines += [
-                "| | stall first | stall (min-max) | durable first | durable | slowdown | memory at first save, later, growth |"
-            ]
+            lines += ["| | stall first | stall (min-max) | durable first | durable | slowdown | memory, growth |"]
             lines += ["|---|---|---|---|---|---|---|"]
         if row["way"] == "floor" and "memcpy_s" in row:
             size = f"{row['megabytes_a_rank']:.0f} MB a rank"
@@ -484,7 +480,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             lines.append(f"| {WAYS[row['way']].label} | does not run: {row['failed']} | | | | | |")
         else:
             stall = f"**{row['stall_s']:.4f}** ({row['stall_min_s']:.4f}-{row['stall_max_s']:.4f})"
-            memory = f"{row['memory_first_mb']:.0f}, {row['memory_mb']:.0f}, {row['memory_growth_mb']:+.0f} MB"
+            memory = f"{row['memory_mb']:.0f} MB, {row['memory_growth_mb']:+.0f}"
             lines.append(
                 f"| {WAYS[row['way']].label} | {row['stall_first_s']:.4f} | {stall} | {row['durable_first_s']:.3f} "
                 f"| {row['durable_s']:.3f} | x{row['slowdown']:.2f} | {memory} |"
