@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from trainer import storage
 from trainer.checkpoint import commit as commits
 from trainer.checkpoint import retention
 from trainer.checkpoint.commit import Commit, Damaged
@@ -106,7 +107,7 @@ def prune(config: Config, keep: int | None = None) -> int:
     if not run_dir.is_dir():
         click.echo(f"{run_dir} holds no checkpoint")
         return 0
-    mode: commits.Mode = "manifest" if settings.commit == "manifest" else "rename"
+    mode = storage.commit_mode(config)
     epoch = current_epoch(run_dir)
     try:
         gone = retention.prune(run_dir, epoch, keep or settings.keep_last, settings.keep_every_steps, mode)

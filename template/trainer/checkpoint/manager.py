@@ -126,7 +126,7 @@ class Checkpoints:
         self.config, self.run_dir, self.attempt, self.ledger = config, run_dir, attempt, ledger
         self.state, self.group, self.accepted = state, group, accepted
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.mode: Mode = mode if mode else self._from_main(partial(_mode, config, run_dir))
+        self.mode: Mode = mode if mode else self._from_main(partial(storage.commit_mode, config))
         self.loaded: str | None = None  # name of the checkpoint that was resumed from
         self._template = _template_version(config.project)
         self._stager = ArenaStager()
@@ -534,13 +534,6 @@ def _one_line(error: BaseException) -> str:
         rank, (cause, _) = next(iter(failures.items()))
         return f"rank {rank}: {_one_line(cause)}"
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
-
-
-def _mode(config: Config, run_dir: Path) -> Mode:
-    """As `checkpoint.commit` says; `auto` looks at the mount and tries a rename."""
-    if config.checkpoint.commit != "auto":
-        return config.checkpoint.commit
-    return "rename" if storage.probe(run_dir).rename_atomic else "manifest"
 
 
 def _template_version(project: Path) -> str:
