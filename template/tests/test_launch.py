@@ -191,6 +191,25 @@ def test_an_unknown_key_exits_78_before_anything_is_made(run: Run) -> None:
     assert not run.run_dir.exists()
 
 
+def test_a_volume_that_fails_is_one_line_and_another_start_may_find_it_mended(run: Run) -> None:
+    (run.run_dir / ".lease.lock").mkdir(parents=True)
+    assert run.code("train.steps=5") == 75
+    assert "Traceback" not in run.log and "Is a directory" in run.log
+
+
+def test_a_start_that_is_stopped_early_claims_no_steps_of_an_earlier_one(run: Run) -> None:
+    first = run.start("checkpoint.every_steps=5", "train.steps=100000")
+    run.reaches(12)
+    first.kill()
+    first.wait()
+    saved = until(lambda: run.saved, "a checkpoint")
+    launcher = run.start("train.steps=100000", fake={"load_s": 50})
+    run.child()
+    launcher.terminate()
+    assert launcher.wait(30) == 75
+    assert run.events("stopped")[-1]["step"] == saved == run.saved
+
+
 def test_the_code_for_start_me_again_is_configurable(run: Run) -> None:
     launcher = run.start("train.steps=100000", "restart.exit_reclaimed=143")
     run.reaches(3)

@@ -79,6 +79,9 @@ def launch(
         except UnavailableError as error:
             say(f"not now: {error}")
             return code
+        except OSError as error:
+            say(f"not now: the volume or this machine fails ({error}); nothing was changed")
+            return code
 
 
 class Supervisor:
@@ -396,7 +399,9 @@ class Supervisor:
         if ended.reason is Reason.CRASHED and self.killed_because and not self.crash_seen:
             ended = Ended(Reason.CRASHED, ended.step, self.killed_because)
         if ended.step == 0:
-            ended = Ended(ended.reason, self._last_step(), ended.message, ended.outside)
+            made_steps = bool(reclaim.read_beats(self.runtime))
+            step = self._last_step() if made_steps else self.newest_step()
+            ended = Ended(ended.reason, step, ended.message, ended.outside)
         return ended
 
     def _statuses(self) -> list[dict[str, Any]]:
