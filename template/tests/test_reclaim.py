@@ -102,6 +102,12 @@ with Reclaim(Path(sys.argv[1]), 30):
     assert request[:2] == (Want.STOP, "SIGTERM")
 
 
+def test_the_launcher_hears_of_a_signal_that_came_before(tmp_path: Path) -> None:
+    reclaim._received.append((signal.SIGTERM, 100.0))
+    with Reclaim(tmp_path, 30):
+        assert read_request(tmp_path) == (Want.STOP, "SIGTERM", 130.0, False)
+
+
 def test_beats_tell_how_long_a_step_usually_takes(tmp_path: Path) -> None:
     with Reclaim(tmp_path, 30) as asked:
         assert rank_processes(tmp_path) == [os.getpid()]

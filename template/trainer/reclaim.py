@@ -110,6 +110,8 @@ class Reclaim:
         self._previous_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._listener = threading.Thread(target=self._listen, name="reclaim", daemon=True)
         self._listener.start()
+        for number, moment in _received:  # while torch was imported
+            self._tell_launcher(number, moment)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -174,15 +176,15 @@ class Reclaim:
             number = byte[0]
             if number == 0:
                 return
-            if self._runtime is not None and number in SIGNALS:
-                with contextlib.suppress(OSError):
-                    post_request(
-                        self._runtime,
-                        Want.STOP,
-                        signal.Signals(number).name,
-                        time.monotonic() + self.grace_s,
-                        person=number == signal.SIGINT,
-                    )
+            if number in SIGNALS:
+                self._tell_launcher(number, time.monotonic())
+
+    def _tell_launcher(self, number: int, moment: float) -> None:
+        if self._runtime is None:
+            return
+        name, person = signal.Signals(number).name, number == signal.SIGINT
+        with contextlib.suppress(OSError):
+            post_request(self._runtime, Want.STOP, name, moment + self.grace_s, person=person)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
