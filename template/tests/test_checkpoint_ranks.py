@@ -213,8 +213,7 @@ def test_the_writer_survives_the_signals_of_a_reclaim(tmp_path: Path) -> None:
                 os.killpg(rank.pid, number)
         assert one.end() == [0, 0], one.output
         assert complete(tmp_path / "run") == [60, 55, 50]
-        for rank in one.ranks:
-            assert group_of(rank.pid) == []
+        until(lambda: not any(group_of(rank.pid) for rank in one.ranks))  # nothing is left behind
 
 
 def test_a_save_in_flight_is_committed_though_the_ranks_are_dead(tmp_path: Path) -> None:
