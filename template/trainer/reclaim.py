@@ -110,8 +110,8 @@ class Reclaim:
         self._previous_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._listener = threading.Thread(target=self._listen, name="reclaim", daemon=True)
         self._listener.start()
-        for number, moment in _received:  # while torch was imported
-            self._tell_launcher(number, moment)
+        for early, moment in _received:  # while torch was imported
+            self._tell_launcher(early, moment)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
