@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from tests.fake_metadata import serve
 from trainer import notices
 from trainer.config import Config, ReclaimConfig
 from trainer.notices import Alibaba, Aws, Azure, Command, File, Gcp, Notice, Poller, Watcher
 from trainer.reclaim import Want
 
 Say = Callable[..., str]
+serve = runpy.run_path(str(Path(__file__).with_name("fake_metadata.py")))["serve"]
 
 
 @pytest.fixture
