@@ -65,7 +65,8 @@ while True: time.sleep(1)
 
 def test_each_rank_has_torchruns_environment(start: Start) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    process = start(f"import os; print(*[os.environ[name] for name in {names}], flush=True)", 3)
+    line = f"' '.join(os.environ[name] for name in {names}) + '\\n'"
+    process = start(f"import os; os.write(1, ({line}).encode())", 3)  # in one piece: they share the pipe
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert sorted(out.splitlines()) == [f"{rank} {rank} 3 3 127.0.0.1" for rank in range(3)]

@@ -106,8 +106,11 @@ class Run:
     def signal(self, target: str, number: signal.Signals, chance: random.Random) -> None:
         """To `target` as it is now; what does not exist yet is passed over."""
         assert self.launcher is not None
-        starter = self.launcher.children()[:1]
-        ranks = [rank for each in starter for rank in each.children()]
+        starter: list[psutil.Process] = []
+        ranks: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):  # a start that has just ended
+            starter = self.launcher.children()[:1]
+            ranks = [rank for each in starter for rank in each.children()]
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             if target == "group":
                 for process in (self.launcher, *starter, *ranks):  # each leads its own
