@@ -58,7 +58,7 @@ WAITS = """
 import os, time
 from trainer.processes import die_with_parent
 die_with_parent()
-print(os.getpid(), flush=True)
+os.write(1, b"%d\\n" % os.getpid())
 while True: time.sleep(1)
 """
 
