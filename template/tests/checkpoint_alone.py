@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from trainer.checkpoint.manager import Checkpoints
-from trainer.checkpoint.staging import ArenaPlanner, ArenaStager
+from trainer.checkpoint.staging import STATE, ArenaPlanner, ArenaStager
 from trainer.checkpoint.writer import CommittingWriter, Order
 from trainer.config import CheckpointConfig, Config, RunConfig
 from trainer.ledger import Ledger
@@ -67,7 +67,7 @@ def save(run_dir: Path, step: int, attempt: int = 1, **others: Any) -> None:
     state = Numbers()
     state.fill(step)
     stager = ArenaStager()
-    staged = stager.stage(state.state_dict()).result()
+    staged = stager.stage({STATE: state.state_dict()}).result()
     run_dir.mkdir(parents=True, exist_ok=True)
     writer = CommittingWriter(order_of(run_dir, step, attempt, **others))
     dcp_save(staged, storage_writer=writer, planner=ArenaPlanner(), no_dist=True)

@@ -29,7 +29,7 @@ from trainer.checkpoint.commit import Commit, Damaged, Mode
 from trainer.checkpoint.lease import Fenced, commit_lock
 from trainer.checkpoint.pace import Pace
 from trainer.checkpoint.reader import differences, load_into, load_tensors, read_metadata, refuse_differences
-from trainer.checkpoint.staging import ArenaPlanner, ArenaStager
+from trainer.checkpoint.staging import STATE, ArenaPlanner, ArenaStager
 from trainer.checkpoint.writer import CommittingWriter, Order, Rehearsal, WarmUp
 from trainer.config import Config, compare_fingerprints
 from trainer.ledger import Ledger, mtbi_s, read_ledger, read_records
@@ -387,7 +387,7 @@ class Checkpoints:
         self, writer: CommittingWriter, begin: float, what: str, step: int | None = None, samples: int = 0
     ) -> _Flight:
         response = async_save(
-            self.state.state_dict(),
+            {STATE: self.state.state_dict()},
             storage_writer=writer,
             planner=ArenaPlanner(),
             process_group=self.group,

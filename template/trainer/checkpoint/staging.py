@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
+STATE = "state"
 ALIGNMENT = 64  # bytes; of each tensor in the arena
 
 
@@ -99,9 +100,13 @@ class ArenaStager(AsyncStager):
         self.copied: Future[dict[str, Any]] | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
-        """Start copying. The state may change once `copied` is done. Its result is what the planner below takes."""
+        """Start copying the flat state dict under `STATE`, which may change once `copied` is done.
+
+        The state is one value of a dict, since DCP goes about each value of what it is given in the training loop, at
+        a tenth of a millisecond each. The result of `copied` is what the planner below takes.
+        """
         ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
-        self.copied = self._thread.submit(self._copy, state_dict, ready)
+        self.copied = self._thread.submit(self._copy, state_dict[STATE], ready)
         return self.copied
 
     def synchronize_staging(self) -> None:
