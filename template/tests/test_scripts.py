@@ -23,6 +23,7 @@ def project(tmp_path: Path) -> Path:
     shutil.copy(PROJECT / "startup/onstart.sh", path / "startup")
     (path / "startup/requirements.txt").write_text("# none\n")
     (path / "trainer").mkdir()
+    (path / "trainer/__init__.py").touch()  # else the real package comes first where PYTHONPATH names it
     (path / "trainer/__main__.py").write_text("import sys; print(sys.executable); print(sys.argv[1:])")
     return path
 
