@@ -190,13 +190,13 @@ def _check_resumed(run: Run, attempt: int, newest: int, *, at_least: bool) -> No
 
 
 def _check_disk(run: Run, newest: int) -> int:
+    told = max(run.committed(), default=0)  # first: an orphaned writer may commit while the disk is looked at
     complete = commits.complete(run.run_dir)
     for commit in complete:
         commits.verify(commit)
     if remains := commits.remains(run.run_dir):
         raise Lost(f"damaged: {remains}")
     now = max((commit.step for commit in complete), default=0)
-    told = max(run.committed(), default=0)
     if now < max(newest, told):
         raise Lost(f"step {max(newest, told)} was committed and the newest complete one is {now}")
     return now
