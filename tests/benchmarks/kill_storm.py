@@ -193,7 +193,11 @@ def _check_disk(run: Run, newest: int) -> int:
     told = max(run.committed(), default=0)  # first: an orphaned writer may commit while the disk is looked at
     complete = commits.complete(run.run_dir)
     for commit in complete:
-        commits.verify(commit)
+        try:
+            commits.verify(commit)
+        except commits.Damaged:
+            if commit.directory.exists():  # else that writer's retention removed it meanwhile
+                raise
     if remains := commits.remains(run.run_dir):
         raise Lost(f"damaged: {remains}")
     now = max((commit.step for commit in complete), default=0)
