@@ -393,7 +393,7 @@ def test_signals_sent_to_srun_itself_lose_everything(cluster: Cluster, project: 
     """Why the script goes through scancel: the wrong way must be seen to fail by these tests."""
     script = project / "deploy/train.sbatch"
     text = script.read_text()
-    wrong = re.sub(r"while \[ -n \"\$step\" \] && ! scancel .*", 'kill -TERM "$step"', text)
+    wrong = re.sub(r"while \[ -n \"\$step\" \] && kill -0 .*", 'kill -TERM "$step"', text)
     assert wrong != text
     script.write_text(wrong)
     job = cluster.submit(script, "steps=100000", cwd=project)
