@@ -79,10 +79,6 @@ class Metrics:
             parts.append(f"{format_duration(round(statistics.median(self._newest) * (steps - step)))} left")
         print("   ".join(parts), flush=True)
 
-    def pause(self) -> None:
-        """Leave out of the next step's speed what has happened since its predecessor (an evaluation)."""
-        self.before = time.perf_counter()
-
     def flush(self) -> None:
         """Make the lines visible to readers of the volume, where that needs an upload."""
         self.records.upload()
