@@ -218,9 +218,9 @@ def hang(ranks: Ranks) -> None:
             ranks.until_settled(checkpoints)
             if ranks.rank == 1:
                 os.kill(daemon.pid() or 0, signal.SIGSTOP)
-            ranks.train_step(checkpoints, state)
-            checkpoints.save(state.step, state.samples)
-            try:
+            try:  # the first step after a failed save rehearses, and the next save finds how that ended
+                ranks.train_step(checkpoints, state)
+                checkpoints.save(state.step, state.samples)
                 ranks.until_settled(checkpoints)
             except SavesFailed as error:
                 print("@" + json.dumps({"stopped": ranks.rank, "why": str(error)}), flush=True)
