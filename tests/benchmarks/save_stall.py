@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib.util
 import json
 import multiprocessing
@@ -341,6 +342,7 @@ class Loop:
         import torch.distributed as dist
 
         self.until_quiet()  # what a way does before its first save
+        gc.freeze()  # as training loops do: a full collection looks through all of torch
         rows = []
         for _ in range(saves):
             quiet_s = [self.train_step()[0] for _ in range(QUIET_STEPS)]
@@ -509,7 +511,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axis.bar_label(bars, [f"{row[key]:.3f} s" for row in ways], padding=3, fontsize=8)
         axis.set_xlabel("seconds per save, median")
         axis.set_title(title)
-        axis.margins(x=0.15)
+        axis.margins(x=0.25)
         axis.invert_yaxis() if axis is axes[0] else None
         if floors:
             axis.axvline(floors[bound], color="black", linestyle="--", linewidth=1)

@@ -42,30 +42,39 @@ _envelopes: dict[tuple[torch.dtype, torch.Size], Envelope | None] = {}
 
 def write_shard(
     path: Path, items: Sequence[WriteItem], resolve: Callable[[WriteItem], tuple[Tensor, memoryview]]
-) -> tuple[list[WriteResult], FileSum]:
-    """Write the tensors of `items` into a new file and fsync it.
+) -> tuple[list[int], FileSum]:
+    """Write the tensors of `items`, one after the other, into a new file and fsync it.
 
     Args:
         resolve: gives each tensor (with a storage of its own size) and its numbers as bytes.
 
+    Returns:
+        Where in the file each item ends, in bytes, and the file's checksum.
+
     Raises:
         OSError
     """
-    results = []
+    ends = []
     with without_crc(), ShardStream(path) as stream:
         for item in items:
-            begin = stream.position
             tensor, numbers = resolve(item)
-            envelope = None if tensor.nbytes >= LARGE_BYTES else envelope_of(tensor.dtype, tensor.shape)
+            envelope = None if len(numbers) >= LARGE_BYTES else envelope_of(tensor.dtype, tensor.shape)
             if envelope is None:
                 torch.save(tensor, cast(IO[bytes], stream))
             else:
                 stream.write(envelope.before)
                 stream.write(numbers)
                 stream.write(envelope.after)
-            length = stream.position - begin
-            results.append(WriteResult(item.index, length, _StorageInfo(path.name, begin, length)))
-        return results, stream.finish()
+            ends.append(stream.position)
+        return ends, stream.finish()
+
+
+def places(name: str, items: Sequence[WriteItem], ends: Sequence[int]) -> list[WriteResult]:
+    """Where each item lies in the file `name`, as DCP's metadata has it."""
+    return [
+        WriteResult(item.index, end - begin, _StorageInfo(name, begin, end - begin))
+        for item, begin, end in zip(items, [0, *ends], ends, strict=False)
+    ]
 
 
 def envelope_of(dtype: torch.dtype, shape: torch.Size) -> Envelope | None:

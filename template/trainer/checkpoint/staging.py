@@ -130,7 +130,7 @@ class ArenaStager(AsyncStager):
                 self._views, self._arena = [], torch.empty(0, dtype=torch.uint8)  # let the old one go first
                 self._arena = _shared(self._layout.bytes)
             self._views = cut(self._arena, self._layout)
-        sources = [_local(tensor).detach() for tensor in state.values()]
+        sources = [_local(tensor) for tensor in state.values()]
         if self._stream is None or ready is None:
             torch._foreach_copy_(self._views, sources)
         else:

@@ -13,6 +13,7 @@ import os
 import pickle
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 import xxhash
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -30,7 +31,7 @@ from trainer.checkpoint import commit as commits
 from trainer.checkpoint import daemon, retention
 from trainer.checkpoint.commit import COMMIT, Commit, FileSum, Mode
 from trainer.checkpoint.lease import commit_lock
-from trainer.checkpoint.shard import write_shard
+from trainer.checkpoint.shard import places, write_shard
 from trainer.checkpoint.staging import ArenaPlanner
 from trainer.ledger import Ledger
 
@@ -76,11 +77,13 @@ class Order:
 
 
 @dataclass(frozen=True)
-class ShardSum:
-    """Checksum of a file, on its way from the rank that wrote it to rank 0 among DCP's write results."""
+class Written:
+    """What one rank wrote, on its way to rank 0 in the place of DCP's write results."""
 
     name: str
     file: FileSum
+    mark: str  # of the places
+    places: Sequence[WriteResult] | None  # None: those that came with the same mark before
 
 
 class CommittingWriter(FileSystemWriter):
@@ -114,23 +117,18 @@ class CommittingWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         rank = plan.storage_data.prefix  # the plan may be a cached one, the mark is that of this save
         name = f"{rank}{self.order.mark + '_' if self.order.mark else ''}0{DEFAULT_SUFFIX}"
-        written, file = write_shard(self.order.directory / name, plan.items, cast(ArenaPlanner, planner).resolve)
+        ends, file = write_shard(self.order.directory / name, plan.items, cast(ArenaPlanner, planner).resolve)
         results: Future[list[WriteResult]] = Future()
-        results.set_result([*written, cast(WriteResult, ShardSum(name, file))])
+        results.set_result([cast(WriteResult, _report(name, file, plan.items, ends))])
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit: from here on either the checkpoint that was there before is the newest one, or this one is."""
         order = self.order
-        files = {each.name: each.file for each in _flat(results) if isinstance(each, ShardSum)}
-        written = [each for each in _flat(results) if isinstance(each, WriteResult)]
-        _check_complete(metadata, written, len(results), order)
-        metadata = Metadata(**vars(metadata))
-        metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {each.index: each.storage_data for each in written}
-        metadata.storage_meta = self.storage_meta()
+        reports = [cast(Written, each) for of_rank in results for each in of_rank]
+        files = {each.name: each.file for each in reports}
         name = f".metadata.{order.mark}" if order.mark else ".metadata"
-        content = pickle.dumps(metadata)
+        content = _metadata(metadata, reports, order)
         files[name] = FileSum(len(content), commits.ALGORITHM, xxhash.xxh3_128(content).hexdigest())
         commits.write_durably(order.directory / name, content)
 
@@ -197,28 +195,54 @@ def _put(path: Path, content: bytes, mark: str) -> None:
     commits.fsync_directory(path.parent)
 
 
-def _flat(results: Sequence[Sequence[Any]]) -> list[Any]:
-    return [each for of_rank in results for each in of_rank]
-
-
-def _check_complete(metadata: Metadata, written: Sequence[WriteResult], ranks: int, order: Order) -> None:
-    """Refuse to commit what is not all there: a chunk that nobody wrote, or results of another number of ranks."""
-    planned = sum(
-        len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 1
-        for entry in metadata.state_dict_metadata.values()
-    )
-    if ranks != order.world_size or len({each.index for each in written}) != planned:
-        raise RuntimeError(
-            f"{order.directory}: {len(written)} of {planned} parts by {ranks} of {order.world_size} ranks: no commit"
-        )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# Kept in the process of rank 0 between saves
+# Kept between saves. With 10,000 tensors, sending where in the files they lie would cost several times what writing
+# them does. It stays the same from save to save, so a rank sends it once, and `.metadata` is encoded once.
 
+_told: tuple[str, Sequence[WriteItem], list[int], str] | None = None  # in every process: see _report
+_heard: dict[int, tuple[str, Sequence[WriteResult]]] = {}
+_encoded: tuple[object, list[str], bytes] | None = None
 _needed_bytes = 0
 _ledgers: dict[tuple[Path, int], Ledger] = {}
 _deleting: threading.Thread | None = None
+
+
+def _report(name: str, file: FileSum, items: Sequence[WriteItem], ends: list[int]) -> Written:
+    """What this rank has to say of the shard that it wrote."""
+    global _told
+    if _told is not None and _told[0] == name and _told[1] is items and _told[2] == ends:
+        return Written(name, file, _told[3], None)
+    _told = (name, items, ends, str(uuid.uuid4()))
+    return Written(name, file, _told[3], places(name, items, ends))
+
+
+def _metadata(metadata: Metadata, reports: Sequence[Written], order: Order) -> bytes:
+    """DCP's metadata with the places in the files, encoded.
+
+    Raises:
+        RuntimeError: a part that nobody wrote, results of another number of ranks, or places that were never sent.
+    """
+    global _encoded
+    structure, marks = metadata.state_dict_metadata, [each.mark for each in reports]
+    for rank, each in enumerate(reports):
+        if each.places is not None:
+            _heard[rank] = (each.mark, each.places)
+        elif _heard.get(rank, ("", ()))[0] != each.mark:
+            raise RuntimeError(f"{order.directory}: it is not known where in {each.name} what lies: no commit")
+    if _encoded is not None and _encoded[0] is structure and _encoded[1] == marks:
+        return _encoded[2]
+    written = [place for rank in range(len(reports)) for place in _heard[rank][1]]
+    planned = sum(len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 1 for entry in structure.values())
+    if len(reports) != order.world_size or len({place.index for place in written}) != planned:
+        raise RuntimeError(
+            f"{order.directory}: {len(written)} of {planned} parts by {len(reports)} of {order.world_size} ranks: "
+            "no commit"
+        )
+    whole = Metadata(**vars(metadata))
+    whole.version, whole.storage_meta = CURRENT_DCP_VERSION, None
+    whole.storage_data = {place.index: place.storage_data for place in written}
+    _encoded = (structure, marks, pickle.dumps(whole))
+    return _encoded[2]
 
 
 def _note_size(plans: Sequence[SavePlan]) -> None:
