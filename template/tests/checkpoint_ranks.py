@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from trainer.checkpoint import daemon
-from trainer.checkpoint.manager import Checkpoints, SavesFailed
+from trainer.checkpoint.manager import Checkpoints
 from trainer.config import CheckpointConfig, Config, RunConfig
 from trainer.ledger import Ledger
-from trainer.outcome import UnavailableError
+from trainer.outcome import SavesFailed, UnavailableError
 
 WIDTH = 32
 

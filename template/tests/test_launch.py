@@ -481,7 +481,7 @@ def test_one_reason_from_what_ranks_and_torchrun_left(
 
 def test_the_first_rank_that_crashed_is_the_one_that_is_shown() -> None:
     statuses = [_status("crashed", rank=1, message="KeyError: 'x'"), _status("crashed", message="Connection closed")]
-    assert "rank 1 at step 5:\nKeyError: 'x'" in translate(statuses, {"failures": {"0": 1, "1": 1}}, 1, 2, None).message
+    assert "rank 1: KeyError: 'x'" in translate(statuses, {"failures": {"0": 1, "1": 1}}, 1, 2, None).message
 
 
 def test_torchrun_neither_restarts_nor_shares_its_store(tmp_path: Path) -> None:

@@ -13,7 +13,16 @@ from typing import Any
 
 import click
 
-from trainer.outcome import CONFIG, FINISHED, RECLAIMED, ConfigError, Reason, UnavailableError, write_status
+from trainer.outcome import (
+    CONFIG,
+    FINISHED,
+    RECLAIMED,
+    ConfigError,
+    Reason,
+    SavesFailed,
+    UnavailableError,
+    write_status,
+)
 
 
 class _Group(click.Group):
@@ -104,6 +113,8 @@ def train(
         reason, message, code = Reason.CONFIG, str(error), CONFIG
     except UnavailableError as error:
         reason, message, code = Reason.UNAVAILABLE, str(error), RECLAIMED
+    except SavesFailed as error:
+        message = str(error)
     except BaseException:
         message = traceback.format_exc()
     write_status(runtime, rank, reason, step, message)

@@ -51,7 +51,8 @@ def translate(
     if stop or (not crash and not hard and (failures or "signal" in report)):
         return Ended(stopped, step, crash["message"] if crash else "")
     if crash:
-        return Ended(Reason.CRASHED, step, f"rank {crash['rank']} at step {crash['step']}:\n{crash['message'].strip()}")
+        words = crash["message"].strip()
+        return Ended(Reason.CRASHED, step, f"rank {crash['rank']}:{chr(10) if chr(10) in words else ' '}{words}")
     if hard:
         rank, code = min(hard.items(), key=lambda item: item[1] >= 0)
         return Ended(Reason.CRASHED, step, f"rank {rank} {_ending(code)}", outside=code == -signal.SIGKILL)

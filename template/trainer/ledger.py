@@ -10,11 +10,13 @@ happened. `metrics.jsonl` works the same way through `Records`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,12 @@ log = logging.getLogger(__name__)
 
 # Events after which a segment is uploaded: what the next start or a report needs to know.
 _UPLOADED_AFTER = {"attempt_started", "save_committed", "save_failed", "reclaim_noticed", "stopped", "finished"}
+_MOST_WAITING = 10_000  # lines
 UNINTENDED = "killed"  # how an attempt ended that nobody recorded the end of
 
 
 class Records:
-    """One writer's end of `<run_dir>/<name>.jsonl`.
+    """One writer's end of `<run_dir>/<name>.jsonl`. Lines that the volume refuses are kept, and written once it can.
 
     Args:
         append: whether the mount can append; None looks at it.
@@ -40,21 +43,31 @@ class Records:
         self._append = storage.inspect(run_dir).appends if append is None else append
         self._segment = run_dir / f"{name}.{attempt:08d}.{os.getpid()}.jsonl"
         self._descriptor: int | None = None
+        self.waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
+        self._torn = False  # the file may end in a piece of a line
         self._local = None if self._append else Path(tempfile.mkdtemp(prefix="records_")) / self._segment.name
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one line. Raises OSError."""
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        """Append one line, after those that wait. Raises OSError: it waits too."""
+        self.waiting.append(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
         if self._descriptor is None:
             self._descriptor = self._open()
-        os.write(self._descriptor, line)
+        while self.waiting:
+            line = b"\n" * self._torn + self.waiting[0]
+            written = os.write(self._descriptor, line)
+            self._torn = written < len(line)
+            if self._torn:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._local or self.path))
+            self.waiting.popleft()
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         descriptor = os.open(self._local or self.path, flags, 0o644)
         size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a torn last line: keep it apart from the next one
-            os.write(descriptor, b"\n")
+        self._torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # keep it apart from the next line
         return descriptor
 
     def upload(self) -> None:
@@ -66,11 +79,15 @@ class Records:
         temporary.replace(self._segment)
 
     def close(self) -> None:
-        """Upload what is left and close. Raises OSError."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-        self.upload()
+        """Write and upload what is left, and close. Raises OSError."""
+        try:
+            if self.waiting:
+                self._write_waiting()
+            self.upload()
+        finally:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
 
 
 def read_records(run_dir: Path, name: str) -> list[dict[str, Any]]:

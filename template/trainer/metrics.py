@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import torch
 from trainer.config import Config
 from trainer.interval import format_duration
 from trainer.ledger import Records, read_ledger, read_records
+
+log = logging.getLogger(__name__)
 
 # Dense bf16 peak in TFLOP/s from the vendors' data sheets, by a part of the device's name; the first match counts.
 _PEAK_TFLOPS = {
@@ -38,11 +42,10 @@ class Metrics:
         self.flops_per_step = flops_per_token * self.tokens
         self.peak = ranks * 1e12 * _peak_tflops(device)
         self.records = Records(config.run_dir, "metrics", attempt)
-        self.board = None
-        if config.logging.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=first_step)
+        self.board: Any = None
+        self.warned = False
+        with self._volume_may_fail():
+            self._open_board(first_step)
         self.before = time.perf_counter()
         self.first_step = first_step
         self._newest: deque[float] = deque(maxlen=20)  # seconds of the newest steps, without the first
@@ -56,16 +59,24 @@ class Metrics:
         mfu = self.flops_per_step / seconds / self.peak if self.peak else None
         if mfu is not None:
             line["mfu"] = round(mfu, 4)
-        self.records.write(line)
-        if self.board is not None:
-            for name in ("loss", "lr", "grad_norm", "tokens_per_s", "val_loss", "mfu"):
-                if name in line:
-                    self.board.add_scalar(name, line[name], step)
+        with self._volume_may_fail():
+            self.records.write(line)
+        with self._volume_may_fail():
+            self._draw(step, line)
         steps = self.config.train.steps
         if step > self.first_step:
             self._newest.append(seconds)
         if step % self.config.logging.every_steps == 0 or step in (self.first_step, steps) or "val_loss" in values:
             self._print(step, line, mfu)
+
+    def _draw(self, step: int, line: Mapping[str, Any]) -> None:
+        try:
+            for name in ("loss", "lr", "grad_norm", "tokens_per_s", "val_loss", "mfu"):
+                if name in line and self.board is not None:
+                    self.board.add_scalar(name, line[name], step)
+        except OSError:
+            self.board = None  # it stays broken; `flush` opens another one
+            raise
 
     def _print(self, step: int, line: Mapping[str, Any], mfu: float | None) -> None:
         steps = self.config.train.steps
@@ -79,14 +90,36 @@ class Metrics:
             parts.append(f"{format_duration(round(statistics.median(self._newest) * (steps - step)))} left")
         print("   ".join(parts), flush=True)
 
-    def flush(self) -> None:
-        """Make the lines visible to readers of the volume, where that needs an upload."""
-        self.records.upload()
+    def flush(self, step: int) -> None:
+        """Before the save of `step`: have the lines up to there where the checkpoint will be."""
+        with self._volume_may_fail():
+            self.records.upload()
+        if self.board is None and not self.records.waiting:
+            with self._volume_may_fail():
+                self._open_board(step + 1)
 
     def close(self) -> None:
-        self.records.close()
-        if self.board is not None:
-            self.board.close()
+        with self._volume_may_fail():
+            self.records.close()
+        with self._volume_may_fail():
+            if self.board is not None:
+                self.board.close()
+
+    def _open_board(self, first_step: int) -> None:
+        if self.config.logging.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(self.config.run_dir / "tensorboard"), purge_step=first_step)
+
+    @contextmanager
+    def _volume_may_fail(self) -> Iterator[None]:
+        """A full disk is said once, and stops neither training nor, later, the record of it."""
+        try:
+            yield
+        except OSError as error:
+            if not self.warned:
+                log.warning("the metrics in %s cannot be written (%s); training goes on", self.config.run_dir, error)
+            self.warned = True
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

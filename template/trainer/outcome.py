@@ -36,6 +36,10 @@ class UnavailableError(Exception):
     """Something that another start may find mended (lease held, I/O error, too few GPUs). Exit 75. One line."""
 
 
+class SavesFailed(Exception):
+    """`checkpoint.max_failed_saves` saves in a row have failed on all ranks alike. Exit 1. One line."""
+
+
 def write_status(runtime: Path | None, rank: int, reason: Reason, step: int, message: str = "") -> None:
     """Record why this rank stopped, for the launcher of its node; nothing to do without a launcher."""
     if runtime is None:

@@ -25,7 +25,7 @@ from trainer.ledger import Ledger
 from trainer.metrics import Metrics
 from trainer.model import build_model, flops_per_token
 from trainer.optim import AveragedWeights, build_optimizer, clip_gradients, learning_rate, set_learning_rate
-from trainer.outcome import Reason
+from trainer.outcome import Reason, SavesFailed
 from trainer.parallel import World
 from trainer.reclaim import Reclaim, Want
 from trainer.state import TrainState, seed_all
@@ -101,13 +101,15 @@ def train(
                 record(one, val_loss if one.step == step else None)
             checkpoints.settle(now.save_done, now.save_failed)
             if save:
+                if metrics is not None:
+                    metrics.flush(step)
                 checkpoints.save(step, state.samples)
             if stop:
                 saved = checkpoints.finish()
                 break
     if step == last:
         if not saved:
-            raise RuntimeError(f"the save of the last step, {step}, failed twice; start again from the one before")
+            raise SavesFailed(f"the save of the last step, {step}, failed twice; start again from the one before")
         return Reason.FINISHED, step
     return reclaim_reason(reclaim), step
 

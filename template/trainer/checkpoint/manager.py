@@ -33,9 +33,9 @@ from trainer.checkpoint.staging import STATE, ArenaPlanner, ArenaStager
 from trainer.checkpoint.writer import CommittingWriter, Order, Rehearsal, WarmUp
 from trainer.config import Config, compare_fingerprints
 from trainer.ledger import Ledger, mtbi_s, read_ledger, read_records
-from trainer.outcome import ConfigError, UnavailableError
+from trainer.outcome import ConfigError, SavesFailed, UnavailableError
 
-__all__ = ["Checkpoints", "Resumed", "SavesFailed", "load_tensors"]
+__all__ = ["Checkpoints", "Resumed", "load_tensors"]
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +45,6 @@ CRASH_PATIENCE_S = 30.0  # for the save in flight when the training loop ends in
 END_PATIENCE_S = 10.0  # for the writer process to delete what was pruned
 
 T = TypeVar("T")
-
-
-class SavesFailed(RuntimeError):
-    """`checkpoint.max_failed_saves` saves in a row have failed on all ranks alike. One line."""
 
 
 class State(Protocol):
