@@ -43,6 +43,7 @@ class Agreement:
         self._pending: deque[tuple[int, Tensor, dist.Work | None]] = deque()
         self._unrecorded: list[Agreed] = []
         self._to_act_on: dict[int, Agreed] = {}
+        self._early = Want.NOTHING  # a wish to save that came before the first step
 
     def begin(self, first: int, *, want: Want, save_due: bool) -> bool:
         """Before step `first`: whether any rank has been asked to stop.
@@ -53,6 +54,7 @@ class Agreement:
         asked = torch.tensor([want >= Want.STOP, self.world.is_main and save_due], dtype=torch.int32)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.world.control)
         stop, due = map(bool, asked.tolist())
+        self._early = min(want, Want.SAVE)
         self._to_act_on[first - 1] = replace(_nothing(first - 1), save_due=due)
         return stop
 
@@ -76,6 +78,7 @@ class Agreement:
             witness: of this rank's samples (see `data.witness`).
             save_due: rank 0's interval says: save after step `step` + lag.
         """
+        want, self._early = max(want, self._early), Want.NOTHING
         flags = [want >= Want.SAVE, want >= Want.STOP, want >= Want.STOP_UNSAVED]
         flags += [self.world.is_main and save_due, save_done, save_failed]
         host = torch.tensor([*map(float, witness), *map(float, flags)], dtype=torch.float64)
