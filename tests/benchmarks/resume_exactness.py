@@ -68,6 +68,7 @@ class Project:
         shutil.copy(TEMPLATE / "restart.sh", folder)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
+        self.environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a machine that trains keeps what it has compiled
 
     def launch(self, name: str, ranks: int, steps: int, every: int) -> list[dict[str, Any]]:
         """Run to `steps`; the lines of the metrics."""
