@@ -12,6 +12,7 @@ import dataclasses
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -202,6 +203,15 @@ def fail(ranks: Ranks) -> None:
         save("a value that is no tensor, on one rank")
         state.state_dict = honest  # type: ignore[method-assign]
         works("a value that is no tensor")
+        # One rank's process meets a write error, then has no file descriptor left.
+        if ranks.rank == 1:
+            resource.prlimit(daemon.pid() or 0, resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
+        save("a write error on one rank")
+        works("a write error")
+        if ranks.rank == 0:
+            resource.prlimit(daemon.pid() or 0, resource.RLIMIT_NOFILE, (3, 1024))
+        save("no file descriptors on one rank")
+        works("no file descriptors")
         # A process does not know what its peers know.
         checkpoints.finish()
         if ranks.rank == 1:
