@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 sys.path.append(str(Path(__file__).parent))
 from checkpoint_alone import Numbers, manager, one_rank, save
 
 from trainer.checkpoint import commit as commits
+from trainer.checkpoint import writer
 from trainer.checkpoint.commit import COMMIT
 from trainer.checkpoint.reader import load_tensors
+from trainer.checkpoint.shard import write_shard
 from trainer.ledger import read_ledger
 from trainer.outcome import ConfigError, UnavailableError
 
@@ -156,6 +159,39 @@ def test_an_io_error_stops_the_start_and_renames_nothing(
     with pytest.raises(UnavailableError, match="nothing was changed"):
         manager(run_dir, group)[0].resume()
     assert len(commits.complete(run_dir)) == 2
+
+
+def test_what_another_node_alone_cannot_see_is_not_set_aside(
+    run_dir: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, _ = manager(run_dir, group)
+    monkeypatch.setattr(checkpoints, "_damage", lambda commit: "__0_0.distcp")
+    with pytest.raises(UnavailableError, match="one volume that all nodes share"):
+        checkpoints.resume()
+    assert [commit.step for commit in commits.complete(run_dir)] == [20, 10]
+
+
+def test_a_shard_that_is_not_on_the_volume_is_not_committed(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a node has no mount and writes to its own disk."""
+
+    def elsewhere(path: Path, *arguments: Any) -> Any:
+        result = write_shard(path, *arguments)
+        path.unlink()
+        return result
+
+    monkeypatch.setattr(writer, "write_shard", elsewhere)
+    monkeypatch.setattr(writer, "SHOWN_S", 0.0)
+    with pytest.raises(CheckpointException, match="missing"):
+        save(run_dir, 30)
+    assert [commit.step for commit in commits.complete(run_dir)] == [20, 10]
+
+
+def test_places_that_were_never_sent_are_not_committed(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(run_dir, 30)  # its places are those of the saves before, so they are not sent again
+    monkeypatch.setattr(writer, "_heard", {})
+    with pytest.raises(CheckpointException, match="no commit"):
+        save(run_dir, 40)
+    assert [commit.step for commit in commits.complete(run_dir)] == [30, 20, 10]
 
 
 def test_an_unfinished_save_of_a_dead_attempt_is_not_looked_at(run_dir: Path, group: dist.ProcessGroup) -> None:

@@ -111,3 +111,9 @@ def test_tensors_over_the_arena_are_written_as_they_are() -> None:
     memory = bytearray(64)
     tensor = torch.frombuffer(memory, dtype=torch.float32, count=4, offset=16)
     assert tensor.untyped_storage().size() == tensor.nbytes == 16
+
+
+def test_memory_is_pinned_and_unpinned_by_address() -> None:
+    """`checkpoint/staging.py`: torch's own stager does it so. Without it: leave the pinning out, copies take longer."""
+    assert list(inspect.signature(staging.pin_memory).parameters) == ["data_ptr", "size"]
+    assert list(inspect.signature(staging.unpin_memory).parameters) == ["data_ptr"]

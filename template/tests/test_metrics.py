@@ -48,7 +48,7 @@ def test_each_step_is_a_line_and_a_person_sees_some_of_them(tmp_path: Path, caps
     config.run_dir.mkdir()
     metrics = Metrics(config, 3, first_step=5, flops_per_token=1.0, device=torch.device("cpu"), ranks=1)
     for step in range(5, 31):
-        metrics.step(step, VALUES | ({"val_loss": 1.5} if step == 12 else {}))
+        metrics.step(step, VALUES | ({"val_loss": 1.5} if step == 12 else {}), moment=metrics.before + 0.5)
     metrics.close()
     lines = read_metrics(config.run_dir)
     assert [line["step"] for line in lines] == list(range(5, 31))

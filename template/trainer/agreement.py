@@ -8,8 +8,12 @@ earlier (before a save, whose step must be in the metrics by then).
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +36,7 @@ class Agreed:
     save_due: bool  # rank 0's interval says: save after step `step` + lag
     save_done: bool  # on every rank
     save_failed: bool  # on any rank
+    moment: float  # time.perf_counter() of this rank when it had enqueued the step, without what was done aside
 
 
 class Agreement:
@@ -40,7 +45,9 @@ class Agreement:
     def __init__(self, world: World) -> None:
         self.world = world
         self.lag = 0 if world.device.type == "cpu" else 1
-        self._pending: deque[tuple[int, Tensor, dist.Work | None]] = deque()
+        self._side = torch.cuda.Stream() if world.device.type == "cuda" else None
+        self._aside_s = 0.0
+        self._pending: deque[tuple[int, float, Tensor, Callable[[], Any] | None]] = deque()
         self._unrecorded: list[Agreed] = []
         self._to_act_on: dict[int, Agreed] = {}
         self._early = Want.NOTHING  # a wish to save that came before the first step
@@ -86,11 +93,22 @@ class Agreement:
         device = "cpu" if self.lag == 0 else self.world.device
         vector = torch.cat((numbers.to(device), host.to(device, non_blocking=True)))
         group = self.world.control if self.lag == 0 else None
-        self._pending.append((step, vector, dist.all_reduce(vector, group=group, async_op=self.lag > 0)))
+        work = dist.all_reduce(vector, group=group, async_op=self.lag > 0)
+        moment = time.perf_counter() - self._aside_s
+        self._pending.append((step, moment, *self._on_its_way(vector, work)))
         while len(self._pending) > self.lag:
             self._read()
         self._to_act_on.pop(step - self.lag - 1, None)
         return self._to_act_on.get(step - self.lag) or _nothing(step - self.lag)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around work between two steps (an evaluation) whose time is none of theirs."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._aside_s += time.perf_counter() - begin
 
     def drain(self) -> None:
         """Read what is still under way, up to the newest step.
@@ -106,18 +124,29 @@ class Agreement:
         ready, self._unrecorded = self._unrecorded, []
         return ready
 
-    def _read(self) -> Agreed:
-        step, vector, work = self._pending.popleft()
-        if work is not None:
+    def _on_its_way(self, vector: Tensor, work: dist.Work | None) -> tuple[Tensor, Callable[[], Any] | None]:
+        """The sum where the host can read it, and what to wait for before that: not for the steps enqueued since."""
+        if self._side is None or work is None:
+            return vector, work.wait if work is not None else None
+        with torch.cuda.stream(self._side):
             work.wait()
+            host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+            host.copy_(vector, non_blocking=True)
+            vector.record_stream(self._side)
+            return host, self._side.record_event().synchronize
+
+    def _read(self) -> Agreed:
+        step, moment, vector, wait = self._pending.popleft()
+        if wait is not None:
+            wait()
         loss, norm, high, low, save, stop, unsaved, due, done, failed = vector.tolist()
         want = Want.STOP_UNSAVED if unsaved else Want.STOP if stop else Want.SAVE if save else Want.NOTHING
         done_everywhere = round(done) == self.world.size
-        agreed = Agreed(step, loss, norm, batch_hash(high, low), want, due > 0, done_everywhere, failed > 0)
+        agreed = Agreed(step, loss, norm, batch_hash(high, low), want, due > 0, done_everywhere, failed > 0, moment)
         self._unrecorded.append(agreed)
         self._to_act_on[step] = agreed
         return agreed
 
 
 def _nothing(step: int) -> Agreed:
-    return Agreed(step, float("nan"), float("nan"), "", Want.NOTHING, False, False, False)
+    return Agreed(step, float("nan"), float("nan"), "", Want.NOTHING, False, False, False, 0.0)

@@ -313,7 +313,8 @@ class Supervisor:
         margin = min(3.0, left / 4)
         usual = max((beat.usual_s for beat in reclaim.read_beats(self.runtime).values()), default=0.0)
         save_s, pending_s = self._save_times()
-        want, why = reclaim.decide(left - margin, usual, save_s, pending_s)
+        steps = 2 if self.ranks.gpu else 1  # on GPUs what is agreed on is acted on one step later
+        want, why = reclaim.decide(left - margin, steps * usual, save_s, pending_s)
         if self.nodes.count == 1 and reclaim.revoke_start(self.runtime):
             say(f"{request.source} before a new step was made: nothing to save")
             self.stop = request

@@ -50,10 +50,13 @@ class Metrics:
         self.first_step = first_step
         self._newest: deque[float] = deque(maxlen=20)  # seconds of the newest steps, without the first
 
-    def step(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record one optimizer step: `values` are loss, lr, grad_norm, samples, batch_hash and perhaps val_loss."""
-        now = time.perf_counter()
-        seconds, self.before = now - self.before, now
+    def step(self, step: int, values: Mapping[str, Any], moment: float) -> None:
+        """Record one optimizer step: `values` are loss, lr, grad_norm, samples, batch_hash and perhaps val_loss.
+
+        Args:
+            moment: of its end, `time.perf_counter()`.
+        """
+        seconds, self.before = moment - self.before, moment
         tokens_per_s = self.tokens / seconds
         line = {"step": step, **values, "tokens_per_s": round(tokens_per_s, 1), "attempt": self.attempt}
         mfu = self.flops_per_step / seconds / self.peak if self.peak else None

@@ -79,7 +79,9 @@ def mesh_of(config: Config, world: World) -> DeviceMesh:
     """One dimension of all ranks, or for HSDP (nodes to replicate over, ranks of a node to shard over)."""
     if config.parallel.strategy != "hsdp":
         return init_device_mesh(world.device.type, (world.size,))
-    if world.size % world.local_size:
+    fewest_and_most = torch.tensor([world.local_size, -world.local_size])
+    dist.all_reduce(fewest_and_most, op=dist.ReduceOp.MIN, group=world.control)
+    if int(fewest_and_most.sum()) or world.size % world.local_size:
         raise ConfigError(
             f"parallel.strategy is 'hsdp' and {world.size} ranks do not divide into nodes of {world.local_size}; "
             f"it must be fsdp or ddp where nodes differ"
@@ -111,7 +113,8 @@ def distribute(model: nn.Module, config: Config, world: World) -> nn.Module:
         return DistributedDataParallel(model, device_ids=ids, find_unused_parameters=True, gradient_as_bucket_view=True)
     mesh = mesh_of(config, world)
     dtype = compute_dtype(config, world.device)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # RoPE's tables stay fp32, as under DDP.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in getattr(model, "blocks", []):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -265,7 +265,7 @@ def decide(left_s: float, step_s: float, save_s: float | None, pending_s: float)
 
     Args:
         left_s: seconds that may be used; infinite where nobody kills.
-        step_s: of a step.
+        step_s: until the ranks act on the request: a step, or two where they agree one late.
         save_s: of a save until it is durable, as measured in this run; None before the first: it is tried.
         pending_s: until the save in flight is durable; 0 where there is none.
     """

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import gc
 import itertools
+import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,16 +22,20 @@ from torch import Tensor, nn
 from trainer import data, parallel
 from trainer.agreement import Agreed, Agreement
 from trainer.batch import BatchPlan
+from trainer.checkpoint.lease import current_epoch
 from trainer.checkpoint.manager import Checkpoints
 from trainer.config import Config, fingerprint
 from trainer.ledger import Ledger
 from trainer.metrics import Metrics
 from trainer.model import build_model, flops_per_token
 from trainer.optim import AveragedWeights, build_optimizer, clip_gradients, learning_rate, set_learning_rate
-from trainer.outcome import Reason, SavesFailed
+from trainer.outcome import ConfigError, Reason, SavesFailed
 from trainer.parallel import World
 from trainer.reclaim import Reclaim, Want
 from trainer.state import TrainState, seed_all
+from trainer.together import from_main, on_each
+
+SHOWN_S = 60.0  # until another node sees what the first one has written
 
 
 def train(
@@ -48,11 +55,8 @@ def train(
         reclaim = stack.enter_context(Reclaim(runtime, config.reclaim.grace_s))
         world = stack.enter_context(parallel.join())
         attempt = _agree_on_attempt(attempt, runtime, config, world, stack)
-        if world.is_main:
-            config.run_dir.mkdir(parents=True, exist_ok=True)
-            data.prepare_corpus(config)
-        dist.barrier(world.control)
-        samples, held_out = data.build_dataset(config)
+        from_main(world.control, partial(data.prepare_corpus, config))
+        samples, held_out = on_each(world.control, partial(data.build_dataset, config))
         state, model = build(config, world, samples)
         plan = BatchPlan(config.data.global_batch, config.data.micro_batch, world.size)
         ledger = Ledger(config.run_dir, attempt)
@@ -96,7 +100,10 @@ def train(
             save = now.save_due or now.want == Want.SAVE or (stop and now.want != Want.STOP_UNSAVED) or step == last
             if save or stop or evaluate_now:
                 agreement.drain()
-            val_loss = evaluate(model, held_out, config, world) if evaluate_now and now.want < Want.STOP else None
+            val_loss = None
+            if evaluate_now and now.want < Want.STOP:
+                with agreement.aside():
+                    val_loss = evaluate(model, held_out, config, world)
             for one in agreement.to_record():
                 record(one, val_loss if one.step == step else None)
             checkpoints.settle(now.save_done, now.save_failed)
@@ -227,7 +234,7 @@ class _Recorder:
             "samples": self.samples + (step - self.step) * self.config.data.global_batch,
             "batch_hash": agreed.batch_hash,
         }
-        self.metrics.step(step, values if val_loss is None else values | {"val_loss": val_loss})
+        self.metrics.step(step, values if val_loss is None else values | {"val_loss": val_loss}, agreed.moment)
 
 
 @contextmanager
@@ -256,4 +263,22 @@ def _agree_on_attempt(attempt: int | None, runtime: Path | None, config: Config,
         attempt = lease.next_epoch()
     agreed = torch.tensor([attempt or 0])
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=world.control)
-    return int(agreed)
+    attempt = int(agreed)
+    on_each(world.control, partial(_see_the_shared, config, attempt))
+    return attempt
+
+
+def _see_the_shared(config: Config, attempt: int) -> None:
+    """See that this rank looks at the run's directory: where a mount is missing there may be an empty one of that name.
+
+    Raises:
+        ConfigError: it shows no sign of attempt `attempt`, for as long as a network file system may take.
+    """
+    give_up = time.monotonic() + SHOWN_S
+    while current_epoch(config.run_dir) < attempt:
+        if time.monotonic() > give_up:
+            raise ConfigError(
+                f"{config.run_dir} on {socket.gethostname()} is not the directory that rank 0 and its launcher use; "
+                f"checkpoint.dir must be on a volume that all nodes share, and mounted on each"
+            )
+        time.sleep(0.2)

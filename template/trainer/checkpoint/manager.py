@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from trainer.checkpoint.writer import CommittingWriter, Order, Rehearsal, WarmUp
 from trainer.config import Config, compare_fingerprints
 from trainer.ledger import Ledger, mtbi_s, read_ledger, read_records
 from trainer.outcome import ConfigError, SavesFailed, UnavailableError
+from trainer.together import from_main, gather, on_each
 
 __all__ = ["Checkpoints", "Resumed", "load_tensors"]
 
@@ -43,8 +44,6 @@ START_S = 120.0  # at least, for the writer processes to start and find each oth
 _SLICE_S = 0.25
 CRASH_PATIENCE_S = 30.0  # for the save in flight when the training loop ends in an error
 END_PATIENCE_S = 10.0  # for the writer process to delete what was pruned
-
-T = TypeVar("T")
 
 
 class State(Protocol):
@@ -122,7 +121,7 @@ class Checkpoints:
         self.config, self.run_dir, self.attempt, self.ledger = config, run_dir, attempt, ledger
         self.state, self.group, self.accepted = state, group, accepted
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.mode: Mode = mode if mode else self._from_main(partial(storage.commit_mode, config))
+        self.mode: Mode = mode if mode else from_main(group, partial(storage.commit_mode, config))
         self.loaded: str | None = None  # name of the checkpoint that was resumed from
         self._template = _template_version(config.project)
         self._stager = ArenaStager()
@@ -163,21 +162,20 @@ class Checkpoints:
             UnavailableError: the volume failed, and nothing was changed.
         """
         begin = time.monotonic()
-        while (commit := self._from_main(self._newest)) is not None:
-            damage = [text for text in self._on_all(partial(self._damage, commit)) if text]
-            if not damage:
+        while (commit := from_main(self.group, self._newest)) is not None:
+            damaged = [name for name in gather(self.group, on_each(self.group, partial(self._damage, commit))) if name]
+            if not damaged:
                 break
-            self._from_main(partial(self._set_aside, commit.directory, damage[0]))
-        if self.rank == 0:
-            events = read_ledger(self.run_dir)
-            self._pace = Pace(self.config.checkpoint, commit.step if commit else 0, mtbi_s(events))
+            from_main(self.group, partial(self._set_aside_if_damaged, commit, damaged[0]))
+        from_main(self.group, partial(self._set_pace, commit))
         if commit is None:
             return None
-        warnings = self._from_main(
-            lambda: compare_fingerprints(commit.fingerprint, self.state.fingerprint, self.accepted)
+        warnings = from_main(
+            self.group, lambda: compare_fingerprints(commit.fingerprint, self.state.fingerprint, self.accepted)
         )
         self._load(commit)
         self.loaded, self._committed = commit.directory.name, commit.step
+        lost = from_main(self.group, lambda: _lost(self.run_dir, commit))
         if self.rank == 0:
             for warning in warnings:
                 log.warning("resuming from step %d although %s", commit.step, warning)
@@ -186,7 +184,7 @@ class Checkpoints:
                 step=commit.step,
                 checkpoint=self.loaded,
                 load_s=round(time.monotonic() - begin, 3),
-                **_lost(self.run_dir, commit),
+                **lost,
             )
         return Resumed(commit.step, commit.samples, self.loaded, commit.world_size)
 
@@ -208,14 +206,29 @@ class Checkpoints:
             )
         return None
 
+    def _set_pace(self, commit: Commit | None) -> None:
+        """Rank 0: when saves are due from here on."""
+        self._pace = Pace(self.config.checkpoint, commit.step if commit else 0, mtbi_s(read_ledger(self.run_dir)))
+
     def _damage(self, commit: Commit) -> str:
-        """What is wrong with this rank's share of the shards, in one line; empty if nothing is."""
-        try:
-            for name in commits.shares(commit, self.size)[self.rank]:
+        """The first of this rank's share of the shards that is damaged; empty if none is."""
+        for name in commits.shares(commit, self.size)[self.rank]:
+            try:
                 commits.check_file(commit, name)
-        except Damaged as damage:
-            return str(damage)
+            except Damaged:
+                return name
         return ""
+
+    def _set_aside_if_damaged(self, commit: Commit, name: str) -> None:
+        """Rank 0: set aside what is damaged here too. What another node alone cannot see is not damaged."""
+        try:
+            commits.check_file(commit, name)
+        except Damaged as damage:
+            return self._set_aside(commit.directory, str(damage))
+        raise UnavailableError(
+            f"{commit.directory / name} is whole for rank 0 and missing or damaged for another rank: "
+            f"checkpoint.dir must be one volume that all nodes share, and up to date on each; nothing was changed"
+        )
 
     def _set_aside(self, directory: Path, why: str) -> None:
         log.error("DAMAGED CHECKPOINT: %s; it is set aside, the next older one is tried", why)
@@ -235,9 +248,7 @@ class Checkpoints:
             refuse_differences(differences(target, metadata), commit)
             return target, metadata
 
-        found: list[tuple[dict[str, Any], Metadata]] = []
-        self._on_all(lambda: found.append(look()))
-        target, metadata = found[0]
+        target, metadata = on_each(self.group, look)
         load_into(target, commit, metadata, self.group)
         self.state.loaded()
 
@@ -437,13 +448,14 @@ class Checkpoints:
     def _recover(self) -> None:
         """A save failed, or a writer process is gone: replace all of them together, plan caches with them."""
         flight, self._flight = self._flight, None
-        reasons = [text for text in self._gather(self._reason(flight)) if text]
+        reasons = [text for text in gather(self.group, self._reason(flight)) if text]
         reason = reasons[0] if reasons else "for a reason that no rank knows"
         daemon.end(0.0)
         if flight is not None:
             self._wait(flight, CRASH_PATIENCE_S)
+            daemon.end(0.0)  # one that had only just started by then
         step = flight.step if flight is not None else None
-        if step is not None and self._from_main(lambda: self._is_on_disk(step)):  # it failed after its commit
+        if step is not None and from_main(self.group, lambda: self._is_on_disk(step)):  # it failed after its commit
             self._committed, self._failures = step, 0
         elif flight is not None:
             self._failures += 1
@@ -487,41 +499,6 @@ class Checkpoints:
         except (Damaged, UnavailableError):
             return False
 
-    # -- together ------------------------------------------------------------------------------------------------------
-
-    def _from_main(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises on rank 0, on all ranks."""
-        box: list[Any] = [_attempt(work)] if self.rank == 0 else [None]
-        dist.broadcast_object_list(box, src=0, group=self.group)
-        return cast(T, _result(box[0]))
-
-    def _on_all(self, work: Callable[[], T]) -> list[T]:
-        """What `work` returns on each rank; an error of any of them is raised on all."""
-        return [_result(each) for each in self._gather(_attempt(work))]
-
-    def _gather(self, value: T) -> list[T]:
-        values: list[T] = [value] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-
-def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    try:
-        return work(), None
-    except (ConfigError, UnavailableError) as error:
-        return None, error
-    except Damaged as damage:
-        return None, UnavailableError(f"{damage}; it was whole a moment ago: start again")
-    except OSError as error:
-        return None, UnavailableError(f"the volume failed ({error}); nothing was changed")
-
-
-def _result(outcome: tuple[Any, Exception | None]) -> Any:
-    value, error = outcome
-    if error is not None:
-        raise error
-    return value
-
 
 def _one_line(error: BaseException) -> str:
     """The first cause inside a CheckpointException, or the error itself."""
@@ -550,7 +527,7 @@ def _lost(run_dir: Path, commit: Commit) -> dict[str, Any]:
     """
     lines = [line for line in read_records(run_dir, "metrics") if isinstance(line.get("step"), int)]
     last = max((line.get("attempt", 0) for line in lines), default=0)
-    told = any(event["event"] == "resumed" and event["attempt"] > last for event in read_ledger(run_dir))
+    told = any(event.get("event") == "resumed" and event["attempt"] > last for event in read_ledger(run_dir))
     again = [line for line in lines if line.get("attempt", 0) == last and line["step"] > commit.step and not told]
     tokens = commit.fingerprint.get("data.global_batch", 0) * commit.fingerprint.get("data.sequence_length", 0)
     seconds = sum(tokens / line["tokens_per_s"] for line in again if line.get("tokens_per_s"))

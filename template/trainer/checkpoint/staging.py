@@ -12,19 +12,24 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
+
+log = logging.getLogger(__name__)
 
 STATE = "state"
 ALIGNMENT = 64  # bytes; of each tensor in the arena
@@ -90,9 +95,9 @@ class ArenaStager(AsyncStager):
     """Copies flat state dicts of tensors into one arena of shared memory; one save at a time."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging", initializer=_same_device())
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._arena, self._pinned = torch.empty(0, dtype=torch.uint8), False
         self._layout: Layout | None = None
         self._signature: list[Any] = []
         self._known = False  # whether the writer process has the layout
@@ -119,36 +124,57 @@ class ArenaStager(AsyncStager):
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
-        self._views, self._arena = [], torch.empty(0, dtype=torch.uint8)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._views, self._layout = [], None
+        if self._pinned:
+            unpin_memory(self._arena.data_ptr())
+        self._arena, self._pinned = torch.empty(0, dtype=torch.uint8), False
+
+    def _make_room(self, size: int) -> None:
+        """An arena of `size` bytes at least, pinned for the GPU where there is one."""
+        if self._arena.nbytes >= size:
+            return
+        self._let_go()
+        self._arena = _shared(size)
+        if torch.cuda.is_available():
+            try:
+                pin_memory(self._arena.data_ptr(), self._arena.nbytes)
+                self._pinned = True
+            except RuntimeError as error:
+                log.warning("the copy for saves is not pinned (%s): it takes longer", error)
 
     @torch.no_grad()
     def _copy(self, state: dict[str, Tensor], ready: torch.cuda.Event | None) -> dict[str, Any]:
         signature = _signature(state)
         if self._layout is None or signature != self._signature:
-            self._layout, self._signature, self._known = layout_of(state), signature, False
-            if self._arena.nbytes < self._layout.bytes:
-                self._views, self._arena = [], torch.empty(0, dtype=torch.uint8)  # let the old one go first
-                self._arena = _shared(self._layout.bytes)
-            self._views = cut(self._arena, self._layout)
+            layout = layout_of(state)
+            self._make_room(layout.bytes)
+            self._views = cut(self._arena, layout)
+            self._layout, self._signature, self._known = layout, signature, False
         sources = [_local(tensor) for tensor in state.values()]
         if self._stream is None or ready is None:
             torch._foreach_copy_(self._views, sources)
         else:
             self._stream.wait_event(ready)
             with torch.cuda.stream(self._stream):
-                torch._foreach_copy_(self._views, sources, non_blocking=True)
+                torch._foreach_copy_(self._views, sources, non_blocking=self._pinned)
             self._stream.synchronize()
-        layout, self._known = (None if self._known else self._layout), True
-        return {"arena": self._arena, "layout": layout, "token": self._layout.token}
+        news, self._known = (None if self._known else self._layout), True
+        return {"arena": self._arena, "layout": news, "token": self._layout.token}
 
 
 def _shared(size: int) -> Tensor:
-    """`size` bytes of shared memory, its pages there already, and pinned for the GPU where there is one."""
+    """`size` bytes of shared memory, its pages there already."""
     arena = torch.zeros(size, dtype=torch.uint8)
     arena.share_memory_()
-    if torch.cuda.is_available():
-        torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.nbytes, 0)
     return arena
+
+
+def _same_device() -> Callable[[], None] | None:
+    """What gives the thread that copies this rank's GPU: each thread of a process begins with the first one."""
+    return partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
 def cut(arena: Tensor, layout: Layout) -> list[Tensor]:

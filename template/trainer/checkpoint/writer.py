@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +37,7 @@ from trainer.ledger import Ledger
 
 log = logging.getLogger(__name__)
 
+SHOWN_S = 10.0  # until the files of other nodes are to be seen
 SPARE_BYTES = 16 << 20  # left free on the volume beside a checkpoint
 
 
@@ -145,11 +146,28 @@ class CommittingWriter(FileSystemWriter):
             template=order.template,
             files=files,
         )
+        _see_all(replace(commit, directory=order.directory))
         gone = publish(commit, order)
         _ledger(order).record(
             "save_committed", step=order.step, write_s=round(time.monotonic() - order.started, 4), bytes=commit.bytes
         )
         _delete_later(gone)
+
+
+def _see_all(commit: Commit) -> None:
+    """See that all files are here: other nodes wrote some of them, perhaps to a disk that is not the shared one.
+
+    Raises:
+        Damaged: after some seconds, in which a network file system may show them.
+    """
+    give_up = time.monotonic() + SHOWN_S
+    while True:
+        try:
+            return commits.check_sizes(commit)
+        except commits.Damaged:
+            if time.monotonic() > give_up:
+                raise
+        time.sleep(0.2)
 
 
 def publish(commit: Commit, order: Order) -> list[Path]:
