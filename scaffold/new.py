@@ -137,7 +137,7 @@ def _read_answers(file: Path | None) -> dict[str, Any]:
 
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise Refused(f"--answers {file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise Refused(f"--answers {file} holds no answers: it must be YAML lines of KEY: VALUE")

@@ -62,7 +62,7 @@ def read_answers(project: Path) -> dict[str, object]:
         answers = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise Refused(f"{project} was not made by `scaffold new`: it has no {ANSWERS}") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise Refused(
             f"{file} cannot be read ({' '.join(str(error).split())}): `git log -p {ANSWERS}` has its earlier content"
         ) from error

@@ -23,6 +23,7 @@ from trainer.outcome import (
     UnavailableError,
     write_status,
 )
+from trainer.streams import hold_streams
 
 
 class _Group(click.Group):
@@ -45,6 +46,7 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Train, resume, inspect: an interruption is routine here."""
+    hold_streams()
 
 
 def _settings(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +112,7 @@ def train(
         if runtime is None and reason is not Reason.FINISHED:
             code = config.restart.exit_reclaimed
     except ConfigError as error:
-        reason, message, code = Reason.CONFIG, str(error), CONFIG
+        reason, message, code = Reason.CONFIG, _last_line(error), CONFIG
     except UnavailableError as error:
         reason, message, code = Reason.UNAVAILABLE, str(error), RECLAIMED
     except SavesFailed as error:
@@ -122,9 +124,14 @@ def train(
         click.echo(message if reason is Reason.CRASHED else f"error: {message}", err=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    if reason is Reason.CRASHED:
-        os._exit(code)  # peers may be gone: no destructor may wait for them
+    if reason not in (Reason.FINISHED, Reason.RECLAIMED, Reason.INTERRUPTED):
+        os._exit(code)  # peers may be gone and data-loader workers still run: no destructor may wait for them
     sys.exit(code)
+
+
+def _last_line(error: Exception) -> str:
+    """The text of an error; of one that was raised in a data-loader worker, its own text, without the traceback."""
+    return str(error).strip().rpartition("\n")[2].removeprefix(f"{type(error).__module__}.{type(error).__name__}: ")
 
 
 @main.command()

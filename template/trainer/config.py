@@ -305,7 +305,7 @@ class Config:
     @property
     def checkpoint_root(self) -> Path:
         """`checkpoint.dir` as an absolute path."""
-        return (self.project / Path(self.checkpoint.dir).expanduser()).absolute()
+        return (self.project / home(self.checkpoint.dir)).absolute()
 
     @property
     def run_name(self) -> str:
@@ -328,6 +328,14 @@ SECTIONS: dict[str, type] = {
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From text to dataclasses
+
+
+def home(path: str) -> Path:
+    """`path` with `~` replaced by the home directory. Raises ConfigError where there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{path!r}: there is no such home directory; write the whole path") from None
 
 
 def load_config(overrides: Iterable[str] = (), project: Path = PROJECT) -> Config:
@@ -384,6 +392,8 @@ def _read(path: Path, shown: Path, sections: tuple[str, ...]) -> dict[str, Any]:
         line = f" line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "not YAML"
         raise ConfigError(f"{shown}{line}: {problem}; it must be valid YAML") from None
+    except (ValueError, RecursionError) as error:  # no such date, a number of 5,000 digits, endless brackets
+        raise ConfigError(f"{shown}: a value in it cannot be read ({error}); it must be valid YAML") from None
     if tree is None:
         return {}
     if not isinstance(tree, Mapping):
@@ -451,7 +461,7 @@ def _parse(value: Any, kind: Any, where: str, key: str) -> Any:
         raise wrong("a whole number" if kind is int else "a number")
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise wrong("a whole number" if kind is int else "a number") from None
     if not math.isfinite(number):
         raise wrong("a finite number")

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainer.batch import BatchPlan, MicroBatch
-from trainer.config import Config
+from trainer.config import Config, home
 from trainer.outcome import ConfigError
 from trainer.reclaim import worker_ignore_signals
 
@@ -145,8 +145,11 @@ class TokenSamples:
         windows = numbers * self.stride if self.validation else numbers + numbers // (self.stride - 1) + 1
         starts = (windows * self.window)[:, None] + np.arange(self.window + 1)
         tokens = self.tokens[starts].astype(np.int64)
-        if self.vocabulary <= tokens.max():
-            raise ConfigError(f"a token is {tokens.max()}; model.vocabulary ({self.vocabulary}) must be above it")
+        for token in (int(tokens.min()), int(tokens.max())):
+            if not 0 <= token < self.vocabulary:
+                raise ConfigError(
+                    f"a token is {token}; it must be from 0 to below model.vocabulary ({self.vocabulary})"
+                )
         return torch.from_numpy(tokens)
 
 
@@ -157,13 +160,18 @@ def build_dataset(config: Config) -> tuple[Samples, Samples]:
         ConfigError: no such file, too short, or of another format.
     """
     path, identity = _source(config)
-    if path.suffix == ".npy":
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ConfigError(f"{path}: holds {tokens.dtype} {tokens.shape}; it must be one row of whole numbers")
-    else:
-        is_tokens = config.data.path.endswith(".bin")
-        tokens = np.memmap(path, dtype=config.data.token_dtype if is_tokens else "uint8", mode="r")
+    is_tokens = config.data.path.endswith(".bin")
+    try:
+        if path.suffix == ".npy":
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        else:
+            tokens = np.memmap(path, dtype=config.data.token_dtype if is_tokens else "uint8", mode="r")
+    except (ValueError, EOFError):
+        kind = f"whole numbers of data.token_dtype {config.data.token_dtype}" if is_tokens else "text"
+        kind = "one row of whole numbers, as numpy.save writes it" if path.suffix == ".npy" else kind
+        raise ConfigError(f"{path}: cannot be mapped ({path.stat().st_size} bytes); it must hold {kind}") from None
+    if path.suffix == ".npy" and (tokens.ndim != 1 or tokens.dtype.kind not in "iu"):
+        raise ConfigError(f"{path}: holds {tokens.dtype} {tokens.shape}; it must be one row of whole numbers")
     made = [TokenSamples(tokens, config, identity, validation=held_out) for held_out in (False, True)]
     return made[0], made[1]
 
@@ -196,7 +204,7 @@ def _corpus_path(config: Config) -> Path | None:
     """The prepared file, or None where `data.path` is a file that can be mapped as it is."""
     if not config.data.path:
         return config.checkpoint_root / "corpus" / "stdlib.txt"
-    source = config.project / Path(config.data.path).expanduser()
+    source = config.project / home(config.data.path)
     if source.is_dir():
         name = hashlib.blake2b(str(source.absolute()).encode(), digest_size=6).hexdigest()
         return config.checkpoint_root / "corpus" / f"{source.name}-{name}.txt"
@@ -208,7 +216,7 @@ def _text_files(config: Config) -> list[Path]:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [file for file in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(file.parts)]
     else:
-        root = config.project / Path(config.data.path).expanduser()
+        root = config.project / home(config.data.path)
         files = [file for file in root.rglob("*") if file.is_file() and not file.name.startswith(".")]
     if not files:
         raise ConfigError(f"{root}: holds no text; data.path must be a text file, a folder of them or a token file")
@@ -216,7 +224,7 @@ def _text_files(config: Config) -> list[Path]:
 
 
 def _source(config: Config) -> tuple[Path, dict[str, Any]]:
-    path = _corpus_path(config) or config.project / Path(config.data.path).expanduser()
+    path = _corpus_path(config) or config.project / home(config.data.path)
     if not path.is_file():
         where = f"data.path is {config.data.path!r}" if config.data.path else f"the corpus {path} is not there"
         raise ConfigError(f"{where}; it must be a text file, a folder of them, or a token file (.bin, .npy)")

@@ -312,7 +312,11 @@ class Supervisor:
         left = float("inf") if request.deadline is None else request.deadline - now
         margin = min(3.0, left / 4)
         usual = max((beat.usual_s for beat in reclaim.read_beats(self.runtime).values()), default=0.0)
-        save_s, pending_s = self._save_times()
+        try:
+            save_s, pending_s = self._save_times()
+        except Exception as error:  # a record that cannot be read decides nothing: try to save
+            say(f"the ledger does not tell how long a save takes ({type(error).__name__}: {error})")
+            save_s, pending_s = None, 0.0
         steps = 2 if self.ranks.gpu else 1  # on GPUs what is agreed on is acted on one step later
         want, why = reclaim.decide(left - margin, steps * usual, save_s, pending_s)
         if self.nodes.count == 1 and reclaim.revoke_start(self.runtime):

@@ -135,12 +135,15 @@ class Ledger:
 def read_ledger(run_dir: Path) -> list[dict[str, Any]]:
     """All events of a run, attempt by attempt in the order of their time (clocks of two machines may differ).
 
-    What has no attempt or no time (written by hand, damaged) is no event.
+    What has no attempt, time or name, or a step that is none (written by hand, damaged), is no event.
     """
     events = [
         event
         for event in read_records(run_dir, "ledger")
-        if isinstance(event.get("attempt"), int) and isinstance(event.get("time"), int | float)
+        if isinstance(event.get("attempt"), int)
+        and isinstance(event.get("time"), int | float)
+        and isinstance(event.get("event"), str)
+        and isinstance(event.get("step"), int | None)
     ]
     return sorted(events, key=lambda event: (event["attempt"], event["time"]))
 

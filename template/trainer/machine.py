@@ -149,6 +149,14 @@ class Nodes:
         return self.rank == 0 if self.rank is not None else _is_local(self.endpoint.rpartition(":")[0])
 
 
+def _whole(environment: Mapping[str, str], name: str, text: str | None = None) -> int:
+    """A number from the environment, 0 where it is not set. Raises ConfigError."""
+    text = environment.get(name, "0") if text is None else text
+    if not text.isdigit():
+        raise ConfigError(f"the environment has {name}={text!r}; it must be a whole number")
+    return int(text)
+
+
 def find_nodes(settings: NodesConfig, environment: Mapping[str, str] = os.environ, hostname: str = "") -> Nodes:
     """Number of nodes, this one's rank and the rendezvous, from the platform's environment or the startup config.
 
@@ -162,32 +170,32 @@ def find_nodes(settings: NodesConfig, environment: Mapping[str, str] = os.enviro
     count, rank, master, job, source = settings.count, None, "", "", "the startup config"
     if "SLURM_STEP_NUM_NODES" in env:
         source = "Slurm"
-        count, rank = int(env["SLURM_STEP_NUM_NODES"]), int(env.get("SLURM_NODEID", "0"))
+        count, rank = _whole(env, "SLURM_STEP_NUM_NODES"), _whole(env, "SLURM_NODEID")
         master = first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
         job = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_RESTART_COUNT', '0')}"
     elif "SKYPILOT_NUM_NODES" in env:
         source = "SkyPilot"
-        count, rank = int(env["SKYPILOT_NUM_NODES"]), int(env.get("SKYPILOT_NODE_RANK", "0"))
+        count, rank = _whole(env, "SKYPILOT_NUM_NODES"), _whole(env, "SKYPILOT_NODE_RANK")
         master = next(iter(env.get("SKYPILOT_NODE_IPS", "").split()), "")
         job = env.get("SKYPILOT_TASK_ID", "")
     elif "DSTACK_NODES_NUM" in env:
         source = "dstack"
-        count, rank = int(env["DSTACK_NODES_NUM"]), int(env.get("DSTACK_NODE_RANK", "0"))
+        count, rank = _whole(env, "DSTACK_NODES_NUM"), _whole(env, "DSTACK_NODE_RANK")
         master, job = env.get("DSTACK_MASTER_NODE_IP", ""), env.get("DSTACK_RUN_ID", "")
     elif "PET_NNODES" in env:
         source = "Kubeflow"
-        count, rank = int(env["PET_NNODES"].split(":")[-1]), int(env.get("PET_NODE_RANK", "0"))
+        count, rank = _whole(env, "PET_NNODES", env["PET_NNODES"].split(":")[-1]), _whole(env, "PET_NODE_RANK")
         master = env.get("PET_MASTER_ADDR", "")
     elif "JOB_COMPLETION_INDEX" in env:
         source = "Kubernetes"
-        rank = int(env["JOB_COMPLETION_INDEX"])
+        rank = _whole(env, "JOB_COMPLETION_INDEX")
         hostname = hostname or socket.gethostname()  # NAME-INDEX, and NAME's service gives the pods their names
         job_name = hostname.removesuffix(f"-{rank}")
         master = f"{job_name}-0.{job_name}"
     elif "MASTER_ADDR" in env:
         source = "MASTER_ADDR"
         if "NNODES" in env:
-            count = int(env["NNODES"])
+            count = _whole(env, "NNODES")
     for name in ("NODE_RANK", "GROUP_RANK"):
         if rank is None and env.get(name, "").isdigit():
             rank = int(env[name])
@@ -200,7 +208,9 @@ def find_nodes(settings: NodesConfig, environment: Mapping[str, str] = os.enviro
             f"through Slurm's srun, SkyPilot, dstack, Kubernetes, or with MASTER_ADDR and NODE_RANK"
         )
     if not re.search(r":\d+$", endpoint):
-        endpoint += f":{env.get('MASTER_PORT', settings.port)}"
+        endpoint += f":{_whole(env, 'MASTER_PORT', env.get('MASTER_PORT', str(settings.port)))}"
+    if not 0 < int(endpoint.rpartition(":")[2]) < 65536:
+        raise ConfigError(f"the rendezvous of the nodes is {endpoint!r}; its port must be from 1 to 65535")
     return Nodes(count, rank, endpoint, job, source)
 
 

@@ -65,7 +65,9 @@ def train(
         checkpoints = stack.enter_context(
             Checkpoints(config, config.run_dir, attempt, state, world.checkpoints, ledger, accepted)
         )
-        checkpoints.resume()
+        resumed = checkpoints.resume()
+        if resumed is not None and world.is_main:
+            print(f"resumed after step {resumed.step}, saved by {_counted(resumed.world_size, 'rank')}", flush=True)
         first, last = state.step + 1, config.train.steps
         if world.is_main:
             ledger.record("attempt_started", world_size=world.size, step=state.step, checkpoint=checkpoints.loaded)
@@ -119,6 +121,10 @@ def train(
             raise SavesFailed(f"the save of the last step, {step}, failed twice; start again from the one before")
         return Reason.FINISHED, step
     return reclaim_reason(reclaim), step
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}{'s' * (number != 1)}"
 
 
 def reclaim_reason(reclaim: Reclaim) -> Reason:

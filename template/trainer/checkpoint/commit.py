@@ -120,7 +120,7 @@ def read_commit(directory: Path) -> Commit:
         commit = Commit(directory=directory, files=files, **body)
     except FileNotFoundError:
         raise Damaged(f"{path}: missing") from None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise Damaged(f"{path}: not a COMMIT.json") from None
     if commit.step != step_of(directory.name):
         raise Damaged(f"{path}: says step {commit.step}")

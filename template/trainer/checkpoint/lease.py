@@ -61,9 +61,12 @@ class Record:
 def read_record(run_dir: Path) -> Record | None:
     """lease.json, or None where there is none that can be understood."""
     try:
-        return Record(**json.loads((run_dir / _LEASE).read_bytes()))
-    except (FileNotFoundError, ValueError, TypeError):
+        record = Record(**json.loads((run_dir / _LEASE).read_bytes()))
+    except (FileNotFoundError, ValueError, TypeError, RecursionError):
         return None
+    whole = type(record.epoch) is int and type(record.beat) is int and 0 <= record.epoch < 2**53
+    rest = isinstance(record.time, int | float) and isinstance(record.holder, dict)
+    return record if whole and rest else None
 
 
 def current_epoch(run_dir: Path) -> int:
@@ -75,6 +78,7 @@ def current_epoch(run_dir: Path) -> int:
 def _highest_attempt(run_dir: Path) -> int:
     """The highest attempt that left a trace in names or ledger: what the epoch falls back to without a lease.json."""
     from trainer.checkpoint.commit import Damaged, directories, read_commit
+    from trainer.ledger import read_ledger
 
     highest = 0
     with contextlib.suppress(FileNotFoundError):
@@ -84,7 +88,7 @@ def _highest_attempt(run_dir: Path) -> int:
     for path in directories(run_dir):
         with contextlib.suppress(Damaged, UnavailableError):
             highest = max(highest, read_commit(path).attempt)
-    return highest
+    return max([highest, *(event["attempt"] for event in read_ledger(run_dir))])
 
 
 @contextlib.contextmanager

@@ -525,10 +525,14 @@ def _lost(run_dir: Path, commit: Commit) -> dict[str, Any]:
 
     Where an attempt between has loaded a checkpoint and made no step, it has said so already.
     """
-    lines = [line for line in read_records(run_dir, "metrics") if isinstance(line.get("step"), int)]
-    last = max((line.get("attempt", 0) for line in lines), default=0)
-    told = any(event.get("event") == "resumed" and event["attempt"] > last for event in read_ledger(run_dir))
-    again = [line for line in lines if line.get("attempt", 0) == last and line["step"] > commit.step and not told]
+    lines = [
+        line
+        for line in read_records(run_dir, "metrics")
+        if isinstance(line.get("step"), int) and isinstance(line.get("attempt"), int)
+    ]
+    last = max((line["attempt"] for line in lines), default=0)
+    told = any(event["event"] == "resumed" and event["attempt"] > last for event in read_ledger(run_dir))
+    again = [line for line in lines if line["attempt"] == last and line["step"] > commit.step and not told]
     tokens = commit.fingerprint.get("data.global_batch", 0) * commit.fingerprint.get("data.sequence_length", 0)
     seconds = sum(tokens / line["tokens_per_s"] for line in again if line.get("tokens_per_s"))
     return {"lost_steps": len(again), "lost_s": round(seconds, 3)}
