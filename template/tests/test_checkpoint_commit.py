@@ -88,7 +88,7 @@ def test_every_flipped_byte_of_a_commit_file_is_found(tmp_path: Path) -> None:
         path.write_bytes(content)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"self": 1}', b"\x00" * 50, None])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"self": 1}', b"\x00" * 50, b"[" * 100_000, None])
 def test_a_torn_or_missing_commit_file_is_damage(tmp_path: Path, content: bytes | None) -> None:
     one = make(tmp_path, 7)
     (one.directory / COMMIT).unlink()

@@ -204,7 +204,13 @@ def test_whoever_cannot_have_the_commit_lock_names_its_holder(tmp_path: Path) ->
             pass
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"epoch": 1, "more": 2}', None])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[]", "[" * 100_000, '{"epoch": 1, "more": 2}', '{"epoch": "abc"}', '{"epoch": 3, "beat": null}',
+        '{"epoch": 1e30}', f'{{"epoch": {10**30}}}', '{"epoch": 3, "time": "now"}', '{"epoch": 3, "holder": []}', None,
+    ],
+)  # fmt: skip
 def test_a_lost_lease_file_never_lowers_the_epoch(tmp_path: Path, content: str | None) -> None:
     with acquire(tmp_path) as lease:
         for _ in range(7):

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.batch import BatchPlan
-from trainer.config import Config, DataConfig, ModelConfig
+from trainer.config import Config, DataConfig, ModelConfig, load_config
 from trainer.data import SampleOrder, Samples, batch_hash, build_dataset, loader, permute, witness
+from trainer.outcome import ConfigError
 
 BATCH, SEQUENCE = 7, 4
 
@@ -120,3 +121,27 @@ def test_training_and_validation_share_no_window(config: Config) -> None:
     ]
     assert not windows[0] & windows[1]
     assert windows[0] | windows[1] == set(range(30))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("empty.txt", b"", "must hold text"),
+        ("odd.bin", b"123", "token_dtype uint16"),
+        ("garbage.npy", b"no array" * 100, "numpy.save"),
+    ],
+)
+def test_a_file_that_holds_no_data_is_refused_in_one_line(
+    tmp_path: Path, name: str, content: bytes, expected: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=expected) as caught:
+        build_dataset(load_config([f"data.path={tmp_path / name}"]))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_negative_token_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", np.full(2000, -1, dtype=np.int32))
+    samples, _ = build_dataset(load_config([f"data.path={tmp_path / 'tokens.npy'}", "data.sequence_length=8"]))
+    with pytest.raises(ConfigError, match="a token is -1"):
+        samples.samples(np.arange(2), np.zeros(2, dtype=np.int64))

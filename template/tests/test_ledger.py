@@ -66,6 +66,14 @@ def test_without_append_each_writer_uploads_a_segment_that_readers_see(tmp_path:
     assert (tmp_path / "ledger.jsonl").read_text().count("\n") == 1
 
 
+@pytest.mark.parametrize("odd", [{"attempt": 1, "time": 1}, {"attempt": 1, "time": 1, "event": "x", "step": [1]}])
+def test_what_is_no_event_is_passed_over(tmp_path: Path, odd: dict[str, Any]) -> None:
+    Ledger(tmp_path, 1, append=True).record("save_started", step=5)
+    with (tmp_path / "ledger.jsonl").open("a") as file:
+        file.write(json.dumps(odd) + "\n")
+    assert [event["step"] for event in read_ledger(tmp_path)] == [5]
+
+
 def test_records_are_lines_of_json(tmp_path: Path) -> None:
     records = Records(tmp_path, "metrics", 1)
     records.write({"step": 1, "loss": 0.5})

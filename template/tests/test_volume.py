@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from trainer.ledger import read_ledger
 from trainer.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
-PROJECT = Path(__file__).parents[1]
+TRAINER = Path(__file__).parents[1] / "trainer"
 PATIENCE_S = 180.0
 
 
@@ -46,11 +47,12 @@ class Run:
             "train.eval_every_steps": 0, "logging.every_steps": 1, "restart.backoff_s": 0.1,
         }  # fmt: skip
         command = [sys.executable, "-m", "trainer", "launch", "--gpus", "2"]
-        self.log = volume.parent / "log"
+        self.log, project = volume.parent / "log", volume.parent / "project"
+        shutil.copytree(TRAINER, project / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*command, *(f"{key}={value}" for key, value in settings.items()), *more],
-                cwd=PROJECT, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"},
+                cwd=project, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"},
             )  # fmt: skip
 
     def said(self) -> str:
