@@ -320,6 +320,20 @@ def test_asked_on_a_terminal_it_shows_the_interval_and_writes_after_a_yes(
     assert yaml.safe_load((tmp_path / "demo/.copier-answers.yml").read_text())["mtbi"] == "2h"
 
 
+def test_where_the_usual_target_does_not_fit_one_that_does_is_offered(
+    machine: Machine, checkout: Path, tmp_path: Path
+) -> None:
+    terminal = Terminal(machine, checkout, tmp_path, "new", "demo", "-d", "mtbi=20m", "-d", "save_time=60s")
+    for key, prompt in prompts(checkout).items():
+        if key not in ("mtbi", "save_time"):
+            terminal.wait(prompt)
+            terminal.press("\r")
+    terminal.wait("Write the project to demo?")
+    terminal.press("\r")
+    assert terminal.end() == 0, terminal.text
+    assert yaml.safe_load((tmp_path / "demo/.copier-answers.yml").read_text())["badput_target"] == "7.5%"
+
+
 def test_interrupted_at_a_question_it_leaves_nothing(machine: Machine, checkout: Path, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     terminal = Terminal(machine, checkout, tmp_path / "work", "new", "demo")

@@ -217,6 +217,22 @@ def test_what_the_ledger_says_of_a_loss_wins_and_is_counted_once(run: Run) -> No
     assert found.seconds.lost == 12.5
 
 
+def test_a_start_that_was_refused_does_not_end_a_pause(run: Run) -> None:
+    run.start(0, step=0, world_size=1)
+    run.train(1, 10)
+    run.event("stopped", step=10, reason="interrupted")
+    run.now, run.attempt = run.now + 100, run.attempt + 1
+    run.event("stopped", step=10, reason="config")
+    run.now, run.attempt = run.now + 1000, run.attempt + 1
+    run.event("heartbeat")
+    run.attempt -= 1
+    run.start(15, step=10, world_size=1)
+    run.train(11, 20)
+    found = read(run, alive=True)
+    assert found.seconds.paused == pytest.approx(1100)
+    assert found.seconds.restart == pytest.approx(15)
+
+
 def test_a_pause_by_a_person_is_no_badput(run: Run) -> None:
     run.start(0, step=0, world_size=1)
     run.train(1, 10)

@@ -17,17 +17,23 @@ from trainer.outcome import ConfigError
 def sample(overrides: Sequence[str], prompt: str, *, tokens: int, temperature: float, step: int | None) -> int:
     """Print `prompt` and `tokens` bytes that the model continues it with. Returns the exit code."""
     config = load_config(overrides)
-    if config.model.vocabulary != 256:
-        raise ConfigError(f"model.vocabulary is {config.model.vocabulary}; sample decodes bytes, so it must be 256")
+    if config.data.path.endswith((".bin", ".npy")):
+        raise ConfigError(f"data.path is {config.data.path!r}; sample knows bytes, not the tokens of such a file")
     if not prompt:
         raise ConfigError("--prompt is empty; give the model something to continue")
     weights, step = load_weights(config, step)
     model = build_model(config)
-    model.load_state_dict(weights, strict=True)
+    try:
+        model.load_state_dict(weights, strict=True)
+    except RuntimeError as error:
+        line = str(error).splitlines()[-1].strip()
+        raise ConfigError(
+            f"step {step} is of another model ({line}); give the model.* settings it was trained with"
+        ) from None
     model.eval()
     text = list(prompt.encode())
     for _ in range(tokens):
-        logits = model(torch.tensor([text[-config.data.sequence_length :]]))[0, -1].float()
+        logits = model(torch.tensor([text[-config.data.sequence_length :]]))[0, -1, :256].float()
         if temperature == 0:
             text.append(int(logits.argmax()))
         else:
