@@ -400,7 +400,8 @@ def test_the_loop_hands_signals_on_and_ends_with_75(name: str, group: bool, proj
     (os.killpg if group else os.kill)(process.pid, number)
     assert process.wait(timeout=60) == 75
     events = (project / "events-0").read_text()
-    assert events.count("started") == 1 and "stopped" in events and "SIGTERM" in events
+    assert events.count("started") == 1 and "stopped" in events
+    assert "SIGTERM" in events or (group and name in events), "to a group it also comes directly, perhaps first"
 
 
 def test_a_signal_in_the_pause_ends_the_loop(project: Path, loop: Any) -> None:
