@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 SIGNALS = [
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 ]  # fmt: skip
-NICENESS = 10  # training first: a tenth of a core where training keeps it busy, all of it where not
+NICENESS = 12  # training first: a fifteenth of a core where training keeps it busy, all of it where not
 _ORPHAN_POLL_S = 0.5
 
 
