@@ -253,13 +253,13 @@ def refuse(ranks: Ranks) -> None:
 
 
 def mix(ranks: Ranks) -> None:
-    """Everything changes as soon as it may, while the save is being written; twenty times, back to back."""
+    """Everything changes as soon as it may, while the save is being written; a hundred times, back to back."""
     state = ToyState(ranks.rank, width=512)
     with ranks.checkpoints(state, keep_last=100) as (checkpoints, state):
         checkpoints.resume()
         ranks.train_step(checkpoints, state)
         resident = []
-        for step in range(1, 41):
+        for step in range(1, 101):
             with torch.no_grad():
                 for name, tensor in state.state_dict().items():
                     if not name.startswith("rng."):
