@@ -98,10 +98,13 @@ def drill(overrides: Sequence[str], *, save_ranks: int, resume_ranks: int, steps
     output = (output or PROJECT / "drill").absolute()
     settings = _settings(overrides, steps, small=not gpus)
     load_config(settings)  # refuses what does not fit now, not after minutes
-    output.mkdir(parents=True, exist_ok=True)
-    for name in ("drill.json", "drill.png"):  # of an earlier drill
-        (output / name).unlink(missing_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="runs-", dir=output))
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for name in ("drill.json", "drill.png"):  # of an earlier drill
+            (output / name).unlink(missing_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="runs-", dir=output))
+    except OSError as error:
+        raise ConfigError(f"--output is {output} ({error.strerror}); it must be a folder that can be written") from None
     settings.append(f"checkpoint.dir={folder}")
 
     began = time.monotonic()

@@ -32,14 +32,20 @@ def load_weights(config: Config, step: int | None, averaged: bool = False) -> tu
 
 def export(overrides: Sequence[str], output: Path, *, step: int | None, averaged: bool) -> int:
     """Write the weights to `output`, which must not exist yet. Returns the exit code."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     if output.exists():
         raise ConfigError(f"{output} is there already; name a file that is not")
     weights, step = load_weights(load_config(overrides), step, averaged)
     temporary = output.with_name(f".{output.name}.tmp")
-    save_file({name: value.contiguous() for name, value in weights.items()}, temporary, metadata={"step": str(step)})
-    temporary.replace(output)
+    tensors = {name: value.contiguous() for name, value in weights.items()}
+    try:
+        save_file(tensors, temporary, metadata={"step": str(step)})
+        temporary.replace(output)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"{output} cannot be written ({error})") from None
     count = sum(value.numel() for value in weights.values() if isinstance(value, torch.Tensor))
     click.echo(f"wrote {output}: {len(weights)} tensors, {count:,} numbers, after step {step}")
     return 0
