@@ -217,26 +217,15 @@ def test_what_the_ledger_says_of_a_loss_wins_and_is_counted_once(run: Run) -> No
     assert found.seconds.lost == 12.5
 
 
-def test_a_start_that_was_refused_does_not_end_a_pause(run: Run) -> None:
+@pytest.mark.parametrize("refused", [0, 1, 2])
+def test_a_pause_by_a_person_is_no_badput(run: Run, refused: int) -> None:
+    """Nor do starts that were refused meanwhile end it."""
     run.start(0, step=0, world_size=1)
     run.train(1, 10)
     run.event("stopped", step=10, reason="interrupted")
-    run.now, run.attempt = run.now + 100, run.attempt + 1
-    run.event("stopped", step=10, reason="config")
-    run.now, run.attempt = run.now + 1000, run.attempt + 1
-    run.event("heartbeat")
-    run.attempt -= 1
-    run.start(15, step=10, world_size=1)
-    run.train(11, 20)
-    found = read(run, alive=True)
-    assert found.seconds.paused == pytest.approx(1100)
-    assert found.seconds.restart == pytest.approx(15)
-
-
-def test_a_pause_by_a_person_is_no_badput(run: Run) -> None:
-    run.start(0, step=0, world_size=1)
-    run.train(1, 10)
-    run.event("stopped", step=10, reason="interrupted")
+    for _ in range(refused):
+        run.now, run.attempt = run.now + 100, run.attempt + 1
+        run.event("stopped", step=10, reason="config")
     run.now += 3600
     run.attempt += 1
     run.event("heartbeat")
@@ -244,7 +233,7 @@ def test_a_pause_by_a_person_is_no_badput(run: Run) -> None:
     run.start(15, step=10, world_size=1)
     run.train(11, 20)
     found = read(run, alive=True)
-    assert found.seconds.paused == pytest.approx(3600)
+    assert found.seconds.paused == pytest.approx(3600 + 100 * refused)
     assert found.seconds.restart == pytest.approx(15)
     assert found.interruptions[0].recovery_s == pytest.approx(15)
     assert found.measured.restart == pytest.approx(15 / 35)

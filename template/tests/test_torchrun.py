@@ -63,6 +63,21 @@ while True: time.sleep(1)
 """
 
 
+# Rank 0 fails once rank 1 has failed, and has been collected.
+LATER = """
+import os, sys, time
+from pathlib import Path
+pid = Path({file!r})
+if os.environ["RANK"] == "1":
+    pid.with_suffix(".part").write_text(str(os.getpid()))
+    pid.with_suffix(".part").rename(pid)
+    sys.exit(3)
+while not pid.exists() or Path("/proc", pid.read_text()).exists():
+    time.sleep(0.01)
+sys.exit(4)
+"""
+
+
 def test_each_rank_has_torchruns_environment(start: Start) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     line = f"' '.join(os.environ[name] for name in {names}) + '\\n'"
@@ -98,7 +113,7 @@ def test_ranks_that_do_not_answer_a_signal_are_killed_in_time(start: Start, tmp_
 
 
 def test_the_rank_that_failed_first_is_the_first_in_the_report(start: Start, tmp_path: Path) -> None:
-    process = start("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(2); sys.exit(4)", 2)
+    process = start(LATER.format(file=str(tmp_path / "pid")), 2)
     process.wait(30)
     assert list(_report(tmp_path)["failures"].items()) == [("1", 3), ("0", 4)]
 

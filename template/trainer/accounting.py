@@ -542,7 +542,7 @@ def _next_that_trained(one: Attempt, attempts: Sequence[Attempt]) -> Attempt | N
 def _gap(one: Attempt, after: Attempt, attempts: Sequence[Attempt]) -> tuple[float, float]:
     """Seconds of restart and of pause between the end of `one` and the first new step of `after`."""
     restart = max(0.0, after.trains - one.end)
-    chain = sorted((each for each in attempts if one.attempt <= each.attempt <= after.attempt), key=lambda x: x.attempt)
+    chain = [each for each in attempts if one.attempt <= each.attempt <= after.attempt]
     waits = [
         max(0.0, later.start - each.end) for each, later in itertools.pairwise(chain) if each.reason in _BY_A_PERSON
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -160,20 +160,26 @@ def build_dataset(config: Config) -> tuple[Samples, Samples]:
         ConfigError: no such file, too short, or of another format.
     """
     path, identity = _source(config)
-    is_tokens = config.data.path.endswith(".bin")
-    try:
-        if path.suffix == ".npy":
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        else:
-            tokens = np.memmap(path, dtype=config.data.token_dtype if is_tokens else "uint8", mode="r")
-    except (ValueError, EOFError):
-        kind = f"whole numbers of data.token_dtype {config.data.token_dtype}" if is_tokens else "text"
-        kind = "one row of whole numbers, as numpy.save writes it" if path.suffix == ".npy" else kind
-        raise ConfigError(f"{path}: cannot be mapped ({path.stat().st_size} bytes); it must hold {kind}") from None
+    if path.suffix == ".npy":
+        right = "one row of whole numbers, as numpy.save writes it"
+        tokens = _mapped(path, right, lambda: np.load(path, mmap_mode="r", allow_pickle=False))
+    else:
+        is_tokens = config.data.path.endswith(".bin")
+        dtype = config.data.token_dtype if is_tokens else "uint8"
+        right = f"whole numbers of data.token_dtype {dtype}" if is_tokens else "text"
+        tokens = _mapped(path, right, lambda: np.memmap(path, dtype=dtype, mode="r"))
     if path.suffix == ".npy" and (tokens.ndim != 1 or tokens.dtype.kind not in "iu"):
         raise ConfigError(f"{path}: holds {tokens.dtype} {tokens.shape}; it must be one row of whole numbers")
     made = [TokenSamples(tokens, config, identity, validation=held_out) for held_out in (False, True)]
     return made[0], made[1]
+
+
+def _mapped(path: Path, right: str, read: Callable[[], np.ndarray]) -> np.ndarray:
+    """What `read` maps of the file. Raises ConfigError: numpy cannot, it must hold what `right` says."""
+    try:
+        return read()
+    except (ValueError, EOFError):
+        raise ConfigError(f"{path}: cannot be mapped ({path.stat().st_size} bytes); it must hold {right}") from None
 
 
 def prepare_corpus(config: Config) -> None:

@@ -52,7 +52,8 @@ def translate(
         return Ended(stopped, step, crash["message"] if crash else "")
     if crash:
         words = crash["message"].strip()
-        return Ended(Reason.CRASHED, step, f"rank {crash['rank']}:{chr(10) if chr(10) in words else ' '}{words}")
+        separator = "\n" if "\n" in words else " "
+        return Ended(Reason.CRASHED, step, f"rank {crash['rank']}:{separator}{words}")
     if hard:
         rank, code = min(hard.items(), key=lambda item: item[1] >= 0)
         return Ended(Reason.CRASHED, step, f"rank {rank} {_ending(code)}", outside=code == -signal.SIGKILL)

@@ -67,7 +67,8 @@ def train(
         )
         resumed = checkpoints.resume()
         if resumed is not None and world.is_main:
-            print(f"resumed after step {resumed.step}, saved by {_counted(resumed.world_size, 'rank')}", flush=True)
+            plural = "s" * (resumed.world_size != 1)
+            print(f"resumed after step {resumed.step}, saved by {resumed.world_size} rank{plural}", flush=True)
         first, last = state.step + 1, config.train.steps
         if world.is_main:
             ledger.record("attempt_started", world_size=world.size, step=state.step, checkpoint=checkpoints.loaded)
@@ -121,10 +122,6 @@ def train(
             raise SavesFailed(f"the save of the last step, {step}, failed twice; start again from the one before")
         return Reason.FINISHED, step
     return reclaim_reason(reclaim), step
-
-
-def _counted(number: int, name: str) -> str:
-    return f"{number} {name}{'s' * (number != 1)}"
 
 
 def reclaim_reason(reclaim: Reclaim) -> Reason:

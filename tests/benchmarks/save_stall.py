@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 import warnings
+from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ class State:
 # Ways of saving it
 
 
-class Way:
+class Way(ABC):
     """One way of saving. `start` returns the futures of the copy and of the save; a synchronous one returns none."""
 
     label = ""
@@ -94,11 +95,11 @@ class Way:
         self.staging: Future[Any] | None = None
         self.future: Future[Any] | None = None
 
-    def start(self) -> tuple[Future[Any] | None, Future[Any] | None]:
-        raise NotImplementedError
+    @abstractmethod
+    def start(self) -> tuple[Future[Any] | None, Future[Any] | None]: ...
 
     def save(self, step: int) -> None:
-        self.directory = self.place / f"step_{step}"
+        self.step, self.directory = step, self.place / f"step_{step}"
         self.staging, self.future = self.start()
         if self.future is None:
             self.ended = time.perf_counter()
@@ -243,12 +244,10 @@ class Ours(Way):
         self.checkpoints = Checkpoints(config, run_dir, 1, state, self.group, ledger, mode="rename")
         self.checkpoints.__enter__()
 
-    def save(self, step: int) -> None:
-        self.checkpoints.save(step, step)
-        self.staging = None
-        self.future = self.checkpoints._flight.future if self.checkpoints._flight else None
-        assert self.future is not None
-        self.future.add_done_callback(self._end)
+    def start(self) -> tuple[None, Future[Any]]:
+        self.checkpoints.save(self.step, self.step)
+        assert self.checkpoints._flight is not None
+        return None, self.checkpoints._flight.future
 
     def before_optimizer(self) -> None:
         self.checkpoints.before_optimizer_step()

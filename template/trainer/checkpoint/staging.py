@@ -149,10 +149,10 @@ class ArenaStager(AsyncStager):
     def _copy(self, state: dict[str, Tensor], ready: torch.cuda.Event | None) -> dict[str, Any]:
         signature = _signature(state)
         if self._layout is None or signature != self._signature:
-            layout = layout_of(state)
-            self._make_room(layout.bytes)
-            self._views = cut(self._arena, layout)
-            self._layout, self._signature, self._known = layout, signature, False
+            new = layout_of(state)
+            self._make_room(new.bytes)
+            self._views = cut(self._arena, new)
+            self._layout, self._signature, self._known = new, signature, False
         sources = [_local(tensor) for tensor in state.values()]
         if self._stream is None or ready is None:
             torch._foreach_copy_(self._views, sources)
@@ -161,8 +161,8 @@ class ArenaStager(AsyncStager):
             with torch.cuda.stream(self._stream):
                 torch._foreach_copy_(self._views, sources, non_blocking=self._pinned)
             self._stream.synchronize()
-        news, self._known = (None if self._known else self._layout), True
-        return {"arena": self._arena, "layout": news, "token": self._layout.token}
+        layout, self._known = (None if self._known else self._layout), True
+        return {"arena": self._arena, "layout": layout, "token": self._layout.token}
 
 
 def _shared(size: int) -> Tensor:
