@@ -30,7 +30,7 @@ STAND_IN = """\
 import sys
 
 from tests.fake_ranks import command
-from trainer.launch import launch
+from trainer.launch.supervisor import launch
 
 
 def main():

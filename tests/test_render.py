@@ -22,8 +22,9 @@ from jinja2 import FileSystemLoader, StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 from packaging.requirements import Requirement
 
-from trainer import config as settings
-from trainer.config import FILE_SECTIONS, SECTIONS, STARTUP_FILE, load_config
+from trainer.config import settings
+from trainer.config.load import load_config
+from trainer.config.settings import FILE_SECTIONS, SECTIONS, STARTUP_FILE
 from trainer.interval import compute_interval
 from trainer.outcome import ConfigError
 

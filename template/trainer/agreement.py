@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.data import batch_hash
+from trainer.data.order import batch_hash
 from trainer.parallel import World
-from trainer.reclaim import Want
+from trainer.reclaim.request import Want
 
 
 @dataclass(frozen=True)

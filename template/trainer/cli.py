@@ -74,7 +74,7 @@ def launch(overrides: tuple[str, ...], gpus: int | None, accepted: tuple[str, ..
 
     Restarts it after crashes and stops it cleanly at a reclaim.
     """
-    from trainer.launch import launch as run
+    from trainer.launch.supervisor import launch as run
 
     sys.exit(run(overrides, gpus=gpus, accepted=accepted))
 
@@ -94,13 +94,13 @@ def train(
 
     What `launch` starts through torchrun, once for each GPU.
     """
-    from trainer.reclaim import prepare_rank
+    from trainer.reclaim.rank import prepare_rank
 
     prepare_rank(runtime)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     reason, step, message, code = Reason.CRASHED, 0, "", 1
     try:
-        from trainer.config import load_config
+        from trainer.config.load import load_config
 
         if gpus is not None and gpus != ranks:
             raise ConfigError(f"--gpus is {gpus} and train is 1 of {ranks} ranks; start {gpus} of them with launch")
@@ -145,7 +145,7 @@ def drill(overrides: tuple[str, ...], save_ranks: int, resume_ranks: int, steps:
 
     Saves on some ranks, kill -9, resumes on others, and compares with a run that was never interrupted.
     """
-    from trainer.drill import drill as run
+    from trainer.tools.drill import drill as run
 
     sys.exit(run(overrides, save_ranks=save_ranks, resume_ranks=resume_ranks, steps=steps, output=output))
 
@@ -158,7 +158,7 @@ def doctor(overrides: tuple[str, ...], as_json: bool) -> None:
 
     Are this machine and this configuration fit for being interrupted?
     """
-    from trainer.doctor import doctor as run
+    from trainer.tools.doctor import doctor as run
 
     sys.exit(run(overrides, as_json=as_json))
 
@@ -169,7 +169,7 @@ def doctor(overrides: tuple[str, ...], as_json: bool) -> None:
 @_settings
 def report(overrides: tuple[str, ...], as_json: bool, plot: Path | None) -> None:
     """Say what interruptions and saves have cost this run."""
-    from trainer.report import report as run
+    from trainer.tools.report.text import report as run
 
     sys.exit(run(overrides, as_json=as_json, plot=plot))
 
@@ -179,7 +179,7 @@ def report(overrides: tuple[str, ...], as_json: bool, plot: Path | None) -> None
 @_settings
 def interval(overrides: tuple[str, ...], as_json: bool) -> None:
     """Show the save interval and why it is what it is."""
-    from trainer.config import load_config
+    from trainer.config.load import load_config
     from trainer.interval import IntervalError, compute_interval, table
 
     settings = load_config(overrides).checkpoint
@@ -208,8 +208,8 @@ def checkpoints() -> None:
 @_settings
 def list_checkpoints(overrides: tuple[str, ...], as_json: bool) -> None:
     """Every checkpoint with its step, size, age, world size and state."""
-    from trainer.checkpoint import inventory
-    from trainer.config import load_config
+    from trainer.config.load import load_config
+    from trainer.tools import inventory
 
     sys.exit(inventory.show(load_config(overrides).run_dir, as_json=as_json))
 
@@ -219,8 +219,8 @@ def list_checkpoints(overrides: tuple[str, ...], as_json: bool) -> None:
 @_settings
 def verify_checkpoints(overrides: tuple[str, ...], step: int | None) -> None:
     """Read every byte of the complete checkpoints and compare checksums. Exit 1 if one is damaged."""
-    from trainer.checkpoint import inventory
-    from trainer.config import load_config
+    from trainer.config.load import load_config
+    from trainer.tools import inventory
 
     sys.exit(inventory.verify(load_config(overrides).run_dir, step))
 
@@ -230,8 +230,8 @@ def verify_checkpoints(overrides: tuple[str, ...], step: int | None) -> None:
 @_settings
 def prune_checkpoints(overrides: tuple[str, ...], keep: int | None) -> None:
     """Remove older complete checkpoints and the leftovers of attempts that have ended."""
-    from trainer.checkpoint import inventory
-    from trainer.config import load_config
+    from trainer.config.load import load_config
+    from trainer.tools import inventory
 
     sys.exit(inventory.prune(load_config(overrides), keep))
 
@@ -243,7 +243,7 @@ def prune_checkpoints(overrides: tuple[str, ...], keep: int | None) -> None:
 @_settings
 def export(overrides: tuple[str, ...], output: Path, step: int | None, averaged: bool) -> None:
     """Write a checkpoint's model to OUTPUT, as safetensors."""
-    from trainer.export import export as run
+    from trainer.tools.export import export as run
 
     sys.exit(run(overrides, output, step=step, averaged=averaged))
 
@@ -256,6 +256,6 @@ def export(overrides: tuple[str, ...], output: Path, step: int | None, averaged:
 @_settings
 def sample(overrides: tuple[str, ...], prompt: str, tokens: int, temperature: float, step: int | None) -> None:
     """Let the newest checkpoint write."""
-    from trainer.sample import sample as run
+    from tasks.language_model.sample import sample as run
 
     sys.exit(run(overrides, prompt, tokens=tokens, temperature=temperature, step=step))

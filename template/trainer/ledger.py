@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer import storage
+from trainer.storage import mount
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Records:
 
     def __init__(self, run_dir: Path, name: str, attempt: int, append: bool | None = None) -> None:
         self.path = run_dir / f"{name}.jsonl"
-        self._append = storage.inspect(run_dir).appends if append is None else append
+        self._append = mount.inspect(run_dir).appends if append is None else append
         self._segment = run_dir / f"{name}.{attempt:08d}.{os.getpid()}.jsonl"
         self._descriptor: int | None = None
         self.waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)

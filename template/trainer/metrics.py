@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainer.config import Config
+from trainer.config.settings import Config
 from trainer.interval import format_duration
 from trainer.ledger import Records, read_ledger, read_records
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.config import OptimConfig
+from trainer.config.settings import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.data import derive_seed
+from trainer.data.order import derive_seed
 from trainer.optim import AveragedWeights
 
 

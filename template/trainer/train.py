@@ -19,21 +19,26 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer import data, parallel
+from tasks.language_model import data as corpus
+from tasks.language_model.model import build_model, flops_per_token
+from trainer import parallel
 from trainer.agreement import Agreed, Agreement
-from trainer.batch import BatchPlan
 from trainer.checkpoint.lease import current_epoch
-from trainer.checkpoint.manager import Checkpoints
-from trainer.config import Config, fingerprint
+from trainer.checkpoint.save import Checkpoints
+from trainer.collectives import from_main, on_each
+from trainer.config.fingerprint import fingerprint
+from trainer.config.settings import Config
+from trainer.data import loader as data_loader
+from trainer.data import order as data_order
+from trainer.data.plan import BatchPlan
 from trainer.ledger import Ledger
 from trainer.metrics import Metrics
-from trainer.model import build_model, flops_per_token
 from trainer.optim import AveragedWeights, build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from trainer.outcome import ConfigError, Reason, SavesFailed
 from trainer.parallel import World
-from trainer.reclaim import Reclaim, Want
+from trainer.reclaim.rank import Reclaim
+from trainer.reclaim.request import Want
 from trainer.state import TrainState, seed_all
-from trainer.together import from_main, on_each
 
 SHOWN_S = 60.0  # until another node sees what the first one has written
 
@@ -55,8 +60,8 @@ def train(
         reclaim = stack.enter_context(Reclaim(runtime, config.reclaim.grace_s))
         world = stack.enter_context(parallel.join())
         attempt = _agree_on_attempt(attempt, runtime, config, world, stack)
-        from_main(world.control, partial(data.prepare_corpus, config))
-        samples, held_out = on_each(world.control, partial(data.build_dataset, config))
+        from_main(world.control, partial(corpus.prepare_corpus, config))
+        samples, held_out = on_each(world.control, partial(corpus.build_dataset, config))
         state, model = build(config, world, samples)
         plan = BatchPlan(config.data.global_batch, config.data.micro_batch, world.size)
         ledger = Ledger(config.run_dir, attempt)
@@ -80,7 +85,7 @@ def train(
             return reclaim_reason(reclaim), state.step
         metrics = stack.enter_context(_metrics(config, attempt, first, model, world))
         record = _Recorder(config, metrics, state)
-        batches = data.loader(
+        batches = data_loader.loader(
             samples, config, plan, world.rank,
             consumed=state.samples, steps=last - state.step, seed=config.data.seed, workers=config.data.workers,
         )  # fmt: skip
@@ -129,12 +134,12 @@ def reclaim_reason(reclaim: Reclaim) -> Reason:
     return Reason.INTERRUPTED if reclaim.interrupted else Reason.RECLAIMED
 
 
-def build(config: Config, world: World, samples: data.Samples) -> tuple[TrainState, nn.Module]:
+def build(config: Config, world: World, samples: corpus.Samples) -> tuple[TrainState, nn.Module]:
     """Model, optimizer and averaged weights, laid out over the ranks and seeded alike on all of them."""
-    seed_all(data.derive_seed("start", config.data.seed))
+    seed_all(data_order.derive_seed("start", config.data.seed))
     model = parallel.distribute(build_model(config), config, world)
     plain = parallel.unwrap(model)
-    seed_all(data.derive_seed("start", config.data.seed, world.rank))  # streams of the ranks' own
+    seed_all(data_order.derive_seed("start", config.data.seed, world.rank))  # streams of the ranks' own
     state = TrainState(
         plain,
         build_optimizer(plain, config.optim),
@@ -147,7 +152,7 @@ def build(config: Config, world: World, samples: data.Samples) -> tuple[TrainSta
 
 
 def accumulate(
-    model: nn.Module, batches: Sequence[data.Batch], config: Config, world: World, step: int
+    model: nn.Module, batches: Sequence[data_loader.Batch], config: Config, world: World, step: int
 ) -> tuple[Tensor, tuple[int, int]]:
     """Forward and backward of this rank's micro-batches of optimizer step `step`.
 
@@ -164,7 +169,7 @@ def accumulate(
     for number, batch in enumerate(batches, start=1):
         with (
             parallel.accumulating(model, last=number == len(batches)),
-            seeded(data.derive_seed("dropout", config.data.seed, step, batch.index), world.device),
+            seeded(data_order.derive_seed("dropout", config.data.seed, step, batch.index), world.device),
         ):
             share = summed_loss(model, batch, config, world) / tokens
             (share * world.size).backward()
@@ -172,7 +177,7 @@ def accumulate(
     return total, (sum(batch.witness[0] for batch in batches), sum(batch.witness[1] for batch in batches))
 
 
-def summed_loss(model: nn.Module, batch: data.Batch, config: Config, world: World) -> Tensor:
+def summed_loss(model: nn.Module, batch: data_loader.Batch, config: Config, world: World) -> Tensor:
     """Cross-entropy summed over the samples of the micro-batch that count; a scalar in fp32."""
     tokens = batch.tokens.to(world.device, non_blocking=True)
     dtype = parallel.compute_dtype(config, world.device)
@@ -205,14 +210,14 @@ def update(state: TrainState, config: Config, step: int) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, held_out: data.Samples, config: Config, world: World) -> float:
+def evaluate(model: nn.Module, held_out: corpus.Samples, config: Config, world: World) -> float:
     """Mean loss per token over the first `train.eval_batches` global batches of the held-out samples."""
     size = min(config.data.global_batch, len(held_out))
     plan = BatchPlan(size, config.data.micro_batch, world.size)
     rounds = max(1, min(config.train.eval_batches, len(held_out) // size))
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     model.eval()
-    batches = data.loader(held_out, config, plan, world.rank, consumed=0, steps=rounds, seed=0, workers=0)
+    batches = data_loader.loader(held_out, config, plan, world.rank, consumed=0, steps=rounds, seed=0, workers=0)
     for batch in itertools.chain.from_iterable(batches):
         total += summed_loss(model, batch, config, world)
     dist.all_reduce(total)

@@ -52,7 +52,8 @@ AGREES = """
 import pathlib, sys, time, torch
 from trainer import parallel
 from trainer.agreement import Agreement
-from trainer.reclaim import Reclaim, Want
+from trainer.reclaim.rank import Reclaim
+from trainer.reclaim.request import Want
 folder = pathlib.Path(sys.argv[1])
 with Reclaim(folder, 30) as reclaim, parallel.join() as world:
     agreement, number = Agreement(world), torch.zeros((), device=world.device)
@@ -199,7 +200,7 @@ def cost(place: Path, ranks: int) -> tuple[float, float]:
     step_s = 32 * 256 / statistics.median(line["tokens_per_s"] for line in lines[2:])
     (run.project / "agrees.py").write_text(AGREES)
     words = [str(os.getpid()), str(place), "30", "--nnodes=1", f"--nproc-per-node={ranks}", "-m", "agrees", str(place)]
-    subprocess.run([sys.executable, "-m", "trainer.torchrun", *words], cwd=run.project, check=True)
+    subprocess.run([sys.executable, "-m", "trainer.launch.spawn", *words], cwd=run.project, check=True)
     return max(float(path.read_text()) for path in place.glob("took_*")), step_s
 
 

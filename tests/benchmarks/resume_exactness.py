@@ -40,8 +40,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from trainer.config import load_config
-from trainer.model import build_model
+from trainer.config.load import load_config
+from tasks.language_model.model import build_model
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 dist.init_process_group("gloo")
 config = load_config(sys.argv[2:])

@@ -232,8 +232,8 @@ class Ours(Way):
     label = "ours"
 
     def __init__(self, state: State, place: Path) -> None:
-        from trainer.checkpoint.manager import Checkpoints
-        from trainer.config import CheckpointConfig, Config, RunConfig
+        from trainer.checkpoint.save import Checkpoints
+        from trainer.config.settings import CheckpointConfig, Config, RunConfig
         from trainer.ledger import Ledger
 
         super().__init__(state, place)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config import CheckpointConfig
+from trainer.config.settings import CheckpointConfig
 from trainer.interval import retuned
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Yours: one folder per task. Updates of the template never touch what is here."""

@@ -1,0 +1,1 @@
+"""Everything that knows torch's Distributed Checkpoint (DCP), its private names included."""

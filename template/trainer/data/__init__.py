@@ -1,0 +1,1 @@
+"""Samples by number: their order, how a global batch is dealt to ranks, and the loader."""

@@ -1,0 +1,88 @@
+"""What comes to a launcher from outside, signals and notices, and wakes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections import deque
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Self
+
+from trainer.reclaim.request import SIGNALS, Want
+
+
+class Stopped(BaseException):
+    """A signal came while no rank was running: there is nothing to save."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Somebody wants the ranks to save or stop; `deadline` is `time.monotonic()` of the platform's SIGKILL."""
+
+    want: Want
+    source: str
+    deadline: float | None
+    person: bool = False
+
+
+class Inbox:
+    """Collects signals and notices, and wakes the supervisor. Use as a context manager in the main thread.
+
+    While `idle`, a signal raises `Stopped`; else it waits to be taken.
+    """
+
+    def __init__(self) -> None:
+        self.idle = True
+        self.grace_s = 0.0
+        self._requests: deque[Request] = deque()
+
+    def __enter__(self) -> Self:
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        numbers = [*SIGNALS]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a terminal that goes away; not under nohup
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            signal.signal(number, self._signalled)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # restart.sh blocks them until now
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        # What has been decided is not undone by a signal on the way out, where Python drops its handlers.
+        self.idle = False
+        for number in (*SIGNALS, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        signal.set_wakeup_fd(-1)
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        person = number == signal.SIGINT
+        at_terminal = person and os.isatty(0)  # Ctrl-C: no platform kills afterwards
+        deadline = None if at_terminal else time.monotonic() + self.grace_s
+        self._requests.append(Request(Want.STOP, signal.Signals(number).name, deadline, person))
+        if self.idle:
+            raise Stopped(signal.Signals(number).name)
+
+    def post(self, request: Request) -> None:
+        """Hand in a request from another thread."""
+        self._requests.append(request)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._write, b"\0")
+
+    def take(self) -> list[Request]:
+        taken = []
+        while self._requests:
+            taken.append(self._requests.popleft())
+        return taken
+
+    def wait(self, seconds: float, *descriptors: int) -> None:
+        """Until something has come, one of `descriptors` is readable, or the time is up."""
+        if self._requests:
+            return
+        ready, _, _ = select.select([self._read, *descriptors], [], [], max(0.0, seconds))
+        if self._read in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._read, 4096)

@@ -1,0 +1,449 @@
+"""The recovery drill: what a lost GPU does to this project, rehearsed before it happens.
+
+`python -m trainer drill`: (1) train on some ranks without an interruption, (2) train again and save, (3) SIGKILL
+every process, (4) resume on another number of ranks, (5) compare the two runs step by step. The real launcher runs
+the real loop; the runs lie in a folder of their own. On CPU ranks the model is a small one unless keys are given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import psutil
+
+from trainer.checkpoint import commit
+from trainer.config.load import load_config
+from trainer.config.settings import PROJECT, Config
+from trainer.launch.gpus import count_gpus
+from trainer.ledger import read_ledger
+from trainer.metrics import read_metrics
+from trainer.outcome import FINISHED, ConfigError
+
+_POLL_S = 0.02
+_SMALL = {  # on CPUs, so that a drill takes minutes at most; whatever is given on the command line wins
+    "model.layers": 2, "model.width": 64, "model.heads": 4, "model.feed_forward": 0, "data.sequence_length": 64,
+    "data.global_batch": 32, "data.micro_batch": 4, "optim.warmup_steps": 4,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest relative difference between two runs that do the same sums in another order."""
+
+    loss: float
+    grad_norm: float
+    state: float  # norm of a tensor's difference over the norm of the tensor
+
+
+# A dropped optimizer state or another learning rate is off by 0.1 to 1 in `state`, in any precision.
+FP32 = Tolerance(loss=1e-5, grad_norm=1e-4, state=5e-3)
+BF16 = Tolerance(loss=1e-2, grad_norm=1e-1, state=5e-2)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the verdict."""
+
+    name: str
+    passed: bool
+    found: str
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What the interruption cost. Seconds from the SIGKILL, and tokens per second of steady steps."""
+
+    killed_after_step: int
+    resumed_from_step: int
+    start_s: float  # until all ranks were there and the checkpoint was loaded
+    first_step_s: float  # until the first new step was in the metrics
+    load_s: float  # of start_s, the checkpoint
+    tokens_per_s_before: float
+    tokens_per_s_after: float
+
+
+class RunFailed(Exception):
+    """A run of the drill did not end as it should. One line."""
+
+
+def drill(overrides: Sequence[str], *, save_ranks: int, resume_ranks: int, steps: int, output: Path | None) -> int:
+    """Rehearse a recovery, print the verdict, write `drill.json` and `drill.png` into `output`.
+
+    Returns:
+        0 if the resumed run is the run that was never interrupted, else 1.
+
+    Raises:
+        ConfigError: more ranks than GPUs, or a setting that does not fit.
+    """
+    gpus = count_gpus()
+    if 0 < gpus < max(save_ranks, resume_ranks):
+        raise ConfigError(
+            f"--save-ranks is {save_ranks}, --resume-ranks is {resume_ranks} and this machine has {gpus} GPUs; give "
+            f"numbers up to {gpus}, or an empty CUDA_VISIBLE_DEVICES for a drill on CPU ranks"
+        )
+    output = (output or PROJECT / "drill").absolute()
+    settings = _settings(overrides, steps, small=not gpus)
+    load_config(settings)  # refuses what does not fit now, not after minutes
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for name in ("drill.json", "drill.png"):  # of an earlier drill
+            (output / name).unlink(missing_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="runs-", dir=output))
+    except OSError as error:
+        raise ConfigError(f"--output is {output} ({error.strerror}); it must be a folder that can be written") from None
+    settings.append(f"checkpoint.dir={folder}")
+
+    began = time.monotonic()
+    verdict: dict[str, Any] = {"passed": False, "save_ranks": save_ranks, "resume_ranks": resume_ranks, "steps": steps}
+    verdict |= {"device": "gpu" if gpus else "cpu", "overrides": list(overrides)}
+    try:
+        runs = _rehearse(settings, save_ranks, resume_ranks, folder)
+        checks = _compare(runs, steps, precise=_is_precise(runs.whole, gpus))
+        verdict["passed"] = all(check.passed for check in checks)
+        verdict |= {"checks": [asdict(check) for check in checks], "recovery": asdict(runs.recovery)}
+        verdict |= {"uninterrupted": runs.expected, "interrupted": runs.found, "lost": runs.lost}
+        _print(checks, runs.recovery, save_ranks, resume_ranks)
+        _draw(runs, f"{save_ranks} → {resume_ranks} ranks", output / "drill.png")
+    except RunFailed as failure:
+        click.echo(f"   {failure}")
+        verdict["error"] = str(failure)
+    verdict["seconds"] = round(time.monotonic() - began, 1)
+    (output / "drill.json").write_text(json.dumps(verdict, indent=1))
+
+    word = click.style("PASSED", fg="green") if verdict["passed"] else click.style("FAILED", fg="red", bold=True)
+    written = "drill.json, drill.png" if "checks" in verdict else "drill.json"
+    click.echo(f"{word} in {verdict['seconds']:.0f} s; in {output}: {written}")
+    if verdict["passed"]:
+        shutil.rmtree(folder)
+    else:
+        click.echo(f"the runs and their logs are kept in {folder}")
+    return 0 if verdict["passed"] else 1
+
+
+def _settings(overrides: Sequence[str], steps: int, small: bool) -> list[str]:
+    """What both runs are started with: defaults, then what was given, then what makes it a drill."""
+    given = {override.partition("=")[0] for override in overrides}
+    defaults = {key: value for key, value in _SMALL.items() if small and key not in given}
+    fixed = {
+        "train.steps": steps, "train.eval_every_steps": 0, "logging.tensorboard": "false", "nodes.count": 1,
+        "checkpoint.every_steps": max(1, steps // 6), "checkpoint.retune": "false", "checkpoint.keep_last": steps,
+        "volume.mount": "", "volume.allow_ephemeral": "true", "reclaim.notice": "none",
+        "restart.max_crash_restarts": 0,
+    }  # fmt: skip
+    return [*(f"{key}={value}" for key, value in defaults.items()), *overrides, *(f"{k}={v}" for k, v in fixed.items())]
+
+
+def _is_precise(config: Config, gpus: int) -> bool:
+    return config.train.dtype == "float32" or (config.train.dtype == "auto" and not gpus)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Both runs, as they are on the disk, and the lines of their metrics that count."""
+
+    whole: Config
+    cut: Config
+    expected: list[dict[str, Any]]
+    found: list[dict[str, Any]]
+    before: list[dict[str, Any]]  # of the interrupted run, until the SIGKILL
+    recovery: Recovery
+
+    @property
+    def lost(self) -> list[dict[str, Any]]:
+        """Lines of steps that had to be done again."""
+        return [line for line in self.before if line["step"] > self.recovery.resumed_from_step]
+
+
+def _rehearse(settings: Sequence[str], save_ranks: int, resume_ranks: int, folder: Path) -> Runs:
+    """Steps 1 to 4. Raises RunFailed."""
+    whole, cut = (load_config([*settings, f"run.name={name}"]) for name in ("uninterrupted", "interrupted"))
+    with _ended_by_signals():
+        click.echo(f"1. {whole.train.steps} steps on {_ranks(save_ranks)} without an interruption")
+        with _Run(settings, whole, save_ranks, folder / "uninterrupted.log") as run:
+            run.wait()
+        every = "every step" if whole.checkpoint.every_steps == 1 else f"every {whole.checkpoint.every_steps} steps"
+        click.echo(f"2. the same again, saved {every}")
+        with _Run(settings, cut, save_ranks, folder / "interrupted.log") as run:
+            run.wait_for(lambda: _is_time_to_kill(cut))
+            killed = time.time()
+            processes = run.kill()
+        before = read_metrics(cut.run_dir)
+        click.echo(f"3. SIGKILL to all {processes} processes after step {before[-1]['step']}")
+        click.echo(f"4. resumed on {_ranks(resume_ranks)}")
+        with _Run(settings, cut, resume_ranks, folder / "resumed.log") as run:
+            run.wait_for(lambda: read_metrics(cut.run_dir)[-1]["attempt"] > before[-1]["attempt"])
+            first_step_s = time.time() - killed
+            run.wait()
+    recovery = _recovery(cut, before, killed, first_step_s)
+    return Runs(whole, cut, read_metrics(whole.run_dir), read_metrics(cut.run_dir), before, recovery)
+
+
+def _is_time_to_kill(config: Config) -> bool:
+    """In the second third of the run, some steps after a checkpoint that will be resumed from."""
+    every = config.checkpoint.every_steps
+    saved = max((found.step for found in commit.complete(config.run_dir)), default=0)
+    lines = read_metrics(config.run_dir)
+    return saved >= 2 * every and bool(lines) and lines[-1]["step"] >= saved + max(1, every // 2)
+
+
+class _Run:
+    """The launcher, started on `ranks` ranks. Leaving the block ends whatever is left of it."""
+
+    def __init__(self, settings: Sequence[str], config: Config, ranks: int, log: Path) -> None:
+        self.log = log
+        command = [sys.executable, "-m", "trainer", "launch", "--gpus", str(ranks), *settings]
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [*command, f"run.name={config.run_name}"],
+                cwd=PROJECT, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def __enter__(self) -> _Run:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.kill()
+
+    def wait(self) -> None:
+        """Until it has finished."""
+        if self.process.wait() != FINISHED:
+            raise self._failed()
+
+    def wait_for(self, event: Callable[[], bool]) -> None:
+        """Until `event`; an end before it is a failure."""
+        while not event():
+            if self.process.poll() is not None:
+                raise self._failed()
+            time.sleep(_POLL_S)
+
+    def kill(self) -> int:
+        """SIGKILL to all of its processes, as when the machine is gone. Returns how many there were."""
+        processes = [psutil.Process(self.process.pid)]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes += processes[0].children(recursive=True)
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+        psutil.wait_procs(processes[1:])
+        return len(processes)
+
+    def _failed(self) -> RunFailed:
+        code = self.process.returncode
+        if code == FINISHED:
+            return RunFailed("the run was finished before it could be killed; give more --steps or a larger model")
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()] or ["no output"]
+        errors = [line for line in lines if re.match(r"(\[\d+\] ?)?[\w.]*(Error|Exception|Failed): ", line)]
+        last = (errors or lines)[-1]
+        return RunFailed(f"a run of the drill ended with exit code {code}: {last} (all of it: {self.log})")
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM leaves like Ctrl-C does: through the blocks that end the runs."""
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _recovery(config: Config, before: Sequence[Mapping[str, Any]], killed: float, first_step_s: float) -> Recovery:
+    events = read_ledger(config.run_dir)
+    started = [event for event in events if event["event"] == "attempt_started"][-1]
+    resumed = [event for event in events if event["event"] == "resumed"]
+    after = [line for line in read_metrics(config.run_dir) if line["attempt"] == started["attempt"]]
+    return Recovery(
+        killed_after_step=before[-1]["step"],
+        resumed_from_step=started["step"],
+        start_s=round(started["time"] - killed, 2),
+        first_step_s=round(first_step_s, 2),
+        load_s=resumed[-1]["load_s"] if resumed else 0.0,
+        tokens_per_s_before=_steady(before),
+        tokens_per_s_after=_steady(after),
+    )
+
+
+def _steady(lines: Sequence[Mapping[str, Any]]) -> float:
+    """Median tokens per second without the first two steps, which warm up."""
+    return float(statistics.median(line["tokens_per_s"] for line in (lines[2:] or lines)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Comparing
+
+
+def _compare(runs: Runs, steps: int, precise: bool) -> list[Check]:
+    """Step 5."""
+    click.echo("5. compared with the run that was never interrupted")
+    tolerance, resumed_from = FP32 if precise else BF16, runs.recovery.resumed_from_step
+    return [
+        *compare_lines(runs.expected, runs.found, steps, tolerance),
+        *compare_checkpoints(runs.whole.run_dir, runs.cut.run_dir, resumed_from, tolerance),
+    ]
+
+
+def compare_lines(
+    expected: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], steps: int, tolerance: Tolerance
+) -> list[Check]:
+    """The metrics of the uninterrupted run against those that count of the interrupted one, step by step."""
+    missing = [step for step in range(1, steps + 1) if step not in {line["step"] for line in found}]
+    several = len(found) - len({line["step"] for line in found})
+    pairs = [(line, other) for line in expected for other in found if line["step"] == other["step"]]
+    checks = [
+        Check(
+            "every step once",
+            not missing and not several and len(expected) == steps,
+            f"{len(found)} of {steps} steps" + (f", missing {missing[:5]}" if missing else ""),
+        )
+    ]
+    for name, what in (
+        ("batch_hash", "samples of each batch"),
+        ("samples", "samples consumed"),
+        ("lr", "learning rate"),
+    ):
+        off = [line["step"] for line, other in pairs if line[name] != other[name]]
+        checks.append(Check(what, not off, f"differs from step {off[0]} on" if off else "equal at every step"))
+    for name, what, limit in (
+        ("loss", "loss", tolerance.loss),
+        ("grad_norm", "gradient norm", tolerance.grad_norm),
+    ):
+        worst, step = max(((_relative(line[name], other[name]), line["step"]) for line, other in pairs), default=(0, 0))
+        text = "bit-identical" if worst == 0 else f"at most {worst:.1e} apart (step {step}; limit {limit:.0e})"
+        checks.append(Check(what, worst <= limit, text))
+    return checks
+
+
+def _relative(expected: float, found: float) -> float:
+    if expected == found:
+        return 0.0
+    difference = abs(found - expected) / max(abs(expected), 1e-30)
+    return difference if math.isfinite(difference) else math.inf
+
+
+def compare_checkpoints(expected: Path, found: Path, resumed_from: int, tolerance: Tolerance) -> list[Check]:
+    """Weights and optimizer state of every checkpoint that both runs have after the resume, tensor by tensor."""
+    steps = [{one.step for one in commit.complete(run_dir)} for run_dir in (expected, found)]
+    later = sorted(step for step in steps[0] & steps[1] if step > resumed_from)
+    checks = []
+    for kind, prefix in (("weights", "model."), ("optimizer state", "optim.")):
+        if not later:
+            checks.append(Check(kind, False, f"no checkpoint after step {resumed_from} in both runs"))
+            continue
+        checks.append(_compare_tensors(kind, prefix, expected, found, later, tolerance.state))
+    return checks
+
+
+def _compare_tensors(kind: str, prefix: str, expected: Path, found: Path, steps: Sequence[int], limit: float) -> Check:
+    from trainer.checkpoint.dcp.reader import load_tensors
+
+    worst, where = 0.0, ""
+    for step in steps:
+        (one, _), (other, _) = (load_tensors(run_dir, step, [prefix]) for run_dir in (expected, found))
+        if odd := sorted(one.keys() ^ other.keys()):
+            return Check(kind, False, f"step {step}: {odd[0]} is in one of the runs only ({len(odd)} such)")
+        for name, tensor in one.items():
+            a, b = tensor.double(), other[name].double()
+            apart = _relative_norm((b - a).norm().item(), a.norm().item())
+            if apart > (0 if name.endswith(".step") else limit):
+                return Check(kind, False, f"step {step}: {name} is {apart:.1e} apart (limit {limit:.0e})")
+            if apart > worst:
+                worst, where = apart, f"{name}, step {step}"
+    count = f"{len(one)} tensors of steps {', '.join(map(str, steps))}: "
+    return Check(kind, True, count + ("bit-identical" if worst == 0 else f"at most {worst:.1e} apart ({where})"))
+
+
+def _relative_norm(difference: float, norm: float) -> float:
+    if difference == 0:
+        return 0.0
+    return difference / norm if norm and math.isfinite(difference / norm) else math.inf
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Showing
+
+
+def _print(checks: Sequence[Check], recovery: Recovery, save_ranks: int, resume_ranks: int) -> None:
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        mark = click.style("pass", fg="green") if check.passed else click.style("FAIL", fg="red", bold=True)
+        click.echo(f"   {mark}  {check.name:<{width}}  {check.found}")
+    lost = recovery.killed_after_step - recovery.resumed_from_step
+    click.echo(
+        f"   killed after step {recovery.killed_after_step}, resumed from step {recovery.resumed_from_step}: "
+        f"{lost} step{'s' * (lost != 1)} done again"
+    )
+    click.echo(
+        f"   recovery {recovery.first_step_s:.1f} s from SIGKILL to the first new step: {recovery.start_s:.1f} s until "
+        f"the ranks had loaded it ({recovery.load_s:.1f} s of them reading), "
+        f"{recovery.first_step_s - recovery.start_s:.1f} s for the step"
+    )
+    click.echo(
+        f"   {recovery.tokens_per_s_before:,.0f} tokens/s on {_ranks(save_ranks)} before, "
+        f"{recovery.tokens_per_s_after:,.0f} on {resume_ranks} after"
+    )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+def _draw(runs: Runs, title: str, path: Path) -> None:
+    """Loss and gradient norm of both runs over the steps, the interruption marked."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(2, 1, sharex=True, figsize=(9, 6.5), layout="constrained")
+    recovery = runs.recovery
+    after = [line for line in runs.found if line["step"] > recovery.resumed_from_step]
+    for axes, name, label in zip(panels, ("loss", "grad_norm"), ("loss", "gradient norm"), strict=True):
+        for lines, style in (
+            (runs.expected, {"color": "0.75", "linewidth": 6, "label": "never interrupted", "solid_capstyle": "round"}),
+            (runs.before, {"color": "tab:blue", "marker": "o", "markersize": 3.5, "label": "until SIGKILL"}),
+            (after, {"color": "tab:red", "marker": "o", "markersize": 3.5, "label": "resumed"}),
+        ):
+            axes.plot([line["step"] for line in lines], [line[name] for line in lines], **style)
+        axes.axvline(recovery.killed_after_step, color="tab:blue", linestyle=":", linewidth=1)
+        axes.axvline(recovery.resumed_from_step, color="tab:red", linestyle=":", linewidth=1)
+        axes.axvspan(recovery.resumed_from_step, recovery.killed_after_step, color="tab:red", alpha=0.08, linewidth=0)
+        axes.set_ylabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.02)
+    top = panels[0]
+    top.annotate(
+        f"killed after step {recovery.killed_after_step},\nresumed from step {recovery.resumed_from_step}",
+        (recovery.killed_after_step, 1), xycoords=("data", "axes fraction"), xytext=(6, -4),
+        textcoords="offset points", va="top", fontsize=9,
+    )  # fmt: skip
+    top.legend(frameon=False, loc="lower left")
+    top.set_title(f"Recovery drill, {title}: first new step {recovery.first_step_s:.1f} s after SIGKILL", loc="left")
+    panels[-1].set_xlabel("step")
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,120 @@
+"""`python -m trainer checkpoints list|verify|prune`: what is on the disk, said to a person."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from trainer.checkpoint import commit as commits
+from trainer.checkpoint import retention
+from trainer.checkpoint.commit import Commit, Damaged
+from trainer.checkpoint.lease import Fenced, current_epoch
+from trainer.config.settings import Config
+from trainer.interval import format_duration
+from trainer.outcome import UnavailableError
+from trainer.storage import volume
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One directory that is, was or was to become a checkpoint."""
+
+    name: str
+    state: str  # complete, damaged, set aside, unfinished, being removed
+    commit: Commit | None = None
+    problem: str = ""
+
+
+def entries(run_dir: Path) -> list[Entry]:
+    """Everything of a run that has to do with checkpoints; complete ones first, newest first. Reads no shards."""
+    found = []
+    for directory in commits.directories(run_dir):
+        try:
+            commit = commits.read_commit(directory)
+            commits.check_sizes(commit)
+        except Damaged as damage:
+            found.append(Entry(directory.name, "damaged", problem=str(damage)))
+        else:
+            marked = commits.is_marked(directory)
+            found.append(Entry(directory.name, "set aside" if marked else "complete", commit))
+    if run_dir.is_dir():
+        states = {"corrupt_": "set aside", ".step_": "unfinished", ".removing_": "being removed"}
+        for path in sorted(run_dir.iterdir()):
+            for prefix, state in states.items():
+                if path.name.startswith(prefix) and path.is_dir():
+                    found.append(Entry(path.name, state))
+    return found
+
+
+def show(run_dir: Path, *, as_json: bool) -> int:
+    """Print every checkpoint with its size, age, world size and state. Returns the exit code."""
+    found = entries(run_dir)
+    if as_json:
+        click.echo(json.dumps([_as_dict(entry) for entry in found], indent=2))
+        return 0
+    if not found:
+        click.echo(f"{run_dir} holds no checkpoint")
+    for entry in found:
+        if entry.commit is None:
+            click.echo(f"{entry.name:<28} {entry.state:<14} {entry.problem}".rstrip())
+            continue
+        age = format_duration(round(max(0.0, time.time() - entry.commit.time)))
+        size = f"{entry.commit.bytes / 1e6:.1f} MB"
+        ranks = f"{entry.commit.world_size} rank{'' if entry.commit.world_size == 1 else 's'}"
+        click.echo(
+            f"{entry.name:<28} {entry.state:<14} {size:>12}  {ranks:>9}  attempt {entry.commit.attempt}  {age} old"
+        )
+    return 0
+
+
+def _as_dict(entry: Entry) -> dict[str, object]:
+    known: dict[str, object] = {"name": entry.name, "state": entry.state, "problem": entry.problem}
+    if entry.commit is not None:
+        commit = entry.commit
+        known |= {"step": commit.step, "samples": commit.samples, "attempt": commit.attempt, "bytes": commit.bytes}
+        known |= {"world_size": commit.world_size, "time": commit.time, "torch": commit.torch}
+    return known
+
+
+def verify(run_dir: Path, step: int | None = None) -> int:
+    """Read every byte of the complete checkpoints (or that of `step`); say which hold. Returns the exit code."""
+    directories = [path for path in commits.directories(run_dir) if step in (None, commits.step_of(path.name))]
+    if not directories:
+        click.echo(f"{run_dir} holds no checkpoint" + ("" if step is None else f" of step {step}"))
+        return 0 if step is None else 1
+    bad = 0
+    for directory in directories:
+        begin = time.monotonic()
+        try:
+            commit = commits.read_commit(directory)
+            commits.verify(commit)
+        except Damaged as damage:
+            bad += 1
+            click.echo(f"{directory.name}: DAMAGED: {damage}")
+            continue
+        took_s = time.monotonic() - begin
+        click.echo(f"{directory.name}: whole, {len(commit.files)} files, {commit.bytes / 1e6:.1f} MB in {took_s:.2f} s")
+    return 1 if bad else 0
+
+
+def prune(config: Config, keep: int | None = None) -> int:
+    """Remove all but the newest `keep` complete checkpoints and the milestones, and what ended attempts left."""
+    run_dir, settings = config.run_dir, config.checkpoint
+    if not run_dir.is_dir():
+        click.echo(f"{run_dir} holds no checkpoint")
+        return 0
+    mode = volume.commit_mode(config)
+    epoch = current_epoch(run_dir)
+    try:
+        gone = retention.prune(run_dir, epoch, keep or settings.keep_last, settings.keep_every_steps, mode)
+    except Fenced as error:
+        raise UnavailableError(str(error)) from None
+    left = [path for path in retention.sweep(run_dir, epoch, mode) if path not in gone]
+    retention.delete([*gone, *left])
+    kept = len(commits.complete(run_dir))
+    click.echo(f"removed: checkpoints {len(gone)}, leftovers {len(left)}; kept: {kept}")
+    return 0

@@ -1,0 +1,1 @@
+"""What interruptions and saves have cost a run."""

@@ -1,0 +1,164 @@
+"""Requests to save and to stop: from signals and files to what a rank wants, and the decision about the time left."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import trainer
+from trainer.reclaim import rank as rank_signals
+from trainer.reclaim import request as requests
+from trainer.reclaim.rank import Reclaim
+from trainer.reclaim.request import (
+    SIGNALS,
+    Want,
+    decide,
+    post_request,
+    rank_processes,
+    read_beats,
+    read_request,
+    revoke_start,
+)
+
+PROJECT = Path(trainer.__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def undisturbed() -> Iterator[None]:
+    """The handlers of the test runner come back, and no signal is left over."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    rank_signals._received.clear()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_asks_to_stop_within_the_grace(number: signal.Signals) -> None:
+    with Reclaim(None, grace_s=30) as asked:
+        assert asked.want() is Want.NOTHING
+        os.kill(os.getpid(), number)
+        assert asked.want() is Want.STOP
+        assert asked.source == number.name
+        assert asked.deadline is not None and 29 < asked.deadline - time.monotonic() <= 30
+        assert asked.interrupted == (number == signal.SIGINT)
+
+
+def test_ctrl_c_and_a_reclaim_is_a_reclaim() -> None:
+    with Reclaim(None, 30) as asked:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked.want() is Want.STOP
+        assert not asked.interrupted
+
+
+def test_the_strongest_request_wins_and_a_weaker_one_does_not_undo_it(tmp_path: Path) -> None:
+    with Reclaim(tmp_path, 30) as asked:
+        post_request(tmp_path, Want.STOP_UNSAVED, "notice", 5.0)
+        post_request(tmp_path, Want.STOP, "later", 1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked.want() is Want.STOP_UNSAVED
+        assert asked.source == "notice"
+        assert asked.deadline == 5.0
+
+
+def test_an_early_save_is_answered_once_by_one_rank(tmp_path: Path) -> None:
+    with Reclaim(tmp_path, 30) as one, Reclaim(tmp_path, 30) as other:
+        (tmp_path / f"loading_{os.getpid()}").touch()
+        one.want()
+        (tmp_path / f"loading_{os.getpid()}").touch()
+        other.want()
+        post_request(tmp_path, Want.SAVE, "rebalance")
+        assert [one.want(), other.want(), one.want()] == [Want.SAVE, Want.NOTHING, Want.NOTHING]
+
+
+def test_the_launcher_hears_of_a_signal_while_the_rank_is_busy(tmp_path: Path) -> None:
+    """A collective holds the main thread, so no Python handler runs: the wake-up descriptor is what tells."""
+    code = """
+import ctypes, sys
+from pathlib import Path
+from trainer.reclaim.rank import Reclaim
+with Reclaim(Path(sys.argv[1]), 30):
+    print("ready", flush=True)
+    ctypes.CDLL(None).sleep(60); ctypes.CDLL(None).sleep(60)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=PROJECT, stdout=subprocess.PIPE, text=True
+    ) as rank:
+        assert rank.stdout and rank.stdout.readline() == "ready\n"
+        signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        assert signal.SIGTERM not in signal_mask
+        rank.terminate()
+        end = time.monotonic() + 10
+        while (request := read_request(tmp_path)) is None:
+            assert time.monotonic() < end
+        rank.kill()
+    assert request[:2] == (Want.STOP, "SIGTERM")
+
+
+def test_the_launcher_hears_of_a_signal_that_came_before(tmp_path: Path) -> None:
+    rank_signals._received.append((signal.SIGTERM, 100.0))
+    with Reclaim(tmp_path, 30):
+        assert read_request(tmp_path) == (Want.STOP, "SIGTERM", 130.0, False)
+
+
+def test_beats_tell_how_long_a_step_usually_takes(tmp_path: Path) -> None:
+    with Reclaim(tmp_path, 30) as asked:
+        assert rank_processes(tmp_path) == [os.getpid()]
+        assert read_beats(tmp_path) == {}
+        for _ in range(4):
+            asked.want()
+        beat = read_beats(tmp_path)[os.getpid()]
+        assert beat.count == 4 and 0 < beat.usual_s < 1
+        assert 0 <= time.monotonic() - beat.moment < 10
+
+
+def test_a_start_can_be_revoked_until_the_first_step_and_not_after(tmp_path: Path) -> None:
+    with Reclaim(tmp_path, 30) as asked:
+        asked.want()
+        assert not revoke_start(tmp_path)
+        (tmp_path / "loading_1").touch()  # another rank that has not asked yet: no step can have ended
+        assert revoke_start(tmp_path)
+        assert not (tmp_path / "loading_1").exists()
+
+
+@pytest.mark.parametrize(
+    ("left", "step", "save", "pending", "want"),
+    [
+        (30, 1, 10, 0, Want.STOP),
+        (30, 1, 10, 19, Want.STOP),
+        (30, 1, 10, 25, Want.STOP_UNSAVED),
+        (10, 1, 10, 0, Want.STOP_UNSAVED),
+        (0, 1, 10, 0, Want.STOP_UNSAVED),
+        (5, 1, None, 0, Want.STOP),
+        (float("inf"), 100, 1000, 1000, Want.STOP),
+    ],
+)
+def test_what_the_time_is_enough_for(left: float, step: float, save: float | None, pending: float, want: Want) -> None:
+    decision, why = decide(left, step, save, pending)
+    assert decision is want
+    assert "inf" not in why
+
+
+def test_handlers_set_a_flag_and_nothing_else() -> None:
+    tree = ast.parse(Path(requests.__file__).read_text())
+    (handler,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "_remember")
+    assert len(handler.body) == 1
+    assert ast.unparse(handler.body[0]).startswith("_received.append(")
+
+
+def test_asking_costs_less_than_a_hundredth_of_a_demo_step(tmp_path: Path) -> None:
+    with Reclaim(tmp_path, 30) as asked:
+        asked.want()
+        began = time.perf_counter()
+        for _ in range(1000):
+            asked.want()
+        assert (time.perf_counter() - began) / 1000 < 0.001

@@ -1,0 +1,284 @@
+"""A run that was stopped and resumed on other numbers of ranks is the run that was never stopped.
+
+Real processes train the real model through the real loop. A spy notes what each micro-batch was: samples and masks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tasks.language_model import data as corpus
+from tasks.language_model.model import build_model
+from trainer import agreement, parallel, train
+from trainer.checkpoint.dcp.reader import load_tensors
+from trainer.config.load import load_config
+from trainer.config.settings import Config, DataConfig, ModelConfig
+from trainer.data import loader as data_loader
+from trainer.data import order as data_order
+from trainer.data.plan import BatchPlan
+from trainer.ledger import read_ledger
+from trainer.metrics import read_metrics
+from trainer.outcome import ConfigError, Reason
+from trainer.parallel import World
+
+Ranks = Callable[..., list[Any]]
+BATCH, SEQUENCE, STEPS = 7, 8, 12
+
+
+def _settings(folder: Path, **others: Any) -> list[str]:
+    values = {
+        "run.name": "run", "checkpoint.dir": folder / "checkpoints", "checkpoint.every_steps": 5,
+        "checkpoint.keep_last": 10, "volume.allow_ephemeral": "true", "data.path": folder / "tokens.npy",
+        "data.sequence_length": SEQUENCE, "data.global_batch": BATCH, "data.micro_batch": 2, "data.seed": 11,
+        "data.validation_share": 0.1, "model.layers": 1, "model.width": 16, "model.heads": 2, "model.dropout": 0.2,
+        "optim.lr": 0.01, "optim.warmup_steps": 3, "optim.ema_decay": 0.9, "train.steps": STEPS,
+        "train.eval_every_steps": 0, "logging.tensorboard": "false",
+    }  # fmt: skip
+    return [f"{key}={value}" for key, value in {**values, **others}.items()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With thirty windows of tokens, so that epochs end during a run; a window's first token is its number."""
+    tokens = np.arange(30 * SEQUENCE + 1) // SEQUENCE + np.tile(np.eye(1, SEQUENCE, 3, dtype=int)[0], 31)[:241] * 40
+    np.save(tmp_path / "tokens.npy", tokens.astype(np.uint8))
+    return tmp_path
+
+
+@contextmanager
+def _spied(notes: list[tuple[int, int, tuple[int, ...], str]], stop_after: int | None) -> Iterator[None]:
+    """Note (step, micro-batch, samples, masks) of all that this rank runs; ask it to stop during a step."""
+    masks = hashlib.blake2b(digest_size=8)
+    dropout, accumulate, summed_loss = F.dropout, train.accumulate, train.summed_loss
+    at = 0
+
+    def spy_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        out = dropout(x, p, training, inplace)
+        masks.update((out == 0).numpy().tobytes())
+        return out
+
+    def spy_loss(model: nn.Module, batch: data_loader.Batch, config: Config, world: World) -> Tensor:
+        nonlocal masks
+        masks = hashlib.blake2b(digest_size=8)
+        loss = summed_loss(model, batch, config, world)
+        if batch.real and model.training:
+            notes.append((at, batch.index, tuple(batch.tokens[: batch.real, 0].tolist()), masks.hexdigest()))
+        return loss
+
+    def spy_step(*arguments: Any) -> Any:
+        nonlocal at
+        at = arguments[-1]
+        if at == stop_after and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return accumulate(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "dropout", spy_dropout)
+        patch.setattr(train, "accumulate", spy_step)
+        patch.setattr(train, "summed_loss", spy_loss)
+        yield
+
+
+def session(
+    settings: Sequence[str], stop_after: int | None = None, accepted: Sequence[str] = (), lag: int = 0
+) -> tuple[Reason, int, list[Any], list[str]]:
+    """On every rank: train until the end, or until a signal that arrives during step `stop_after`."""
+    notes: list[Any] = []
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer").addHandler(handler)
+    if lag:
+        begin = agreement.Agreement.__init__
+
+        def late(self: agreement.Agreement, world: World) -> None:
+            begin(self, world)
+            self.lag = lag
+
+        agreement.Agreement.__init__ = late  # type: ignore[method-assign]
+    with _spied(notes, stop_after):
+        reason, step = train.train(load_config(settings), accepted=accepted)
+    return reason, step, notes, warnings
+
+
+def _by_step(notes: Iterable[tuple[int, int, tuple[int, ...], str]]) -> dict[int, list[tuple[int, Any, str]]]:
+    steps: dict[int, list[Any]] = {}
+    for step, *rest in notes:
+        steps.setdefault(step, []).append(tuple(rest))
+    return {step: sorted(ran) for step, ran in steps.items()}
+
+
+def _assert_resumes_exactly(ranks: Ranks, folder: Path, sessions: Sequence[tuple[int, int, int | None]]) -> None:
+    """Each of `sessions` is (ranks, data workers, the step that it is stopped at)."""
+    whole = _settings(folder, **{"run.name": "whole"})
+    [(reason, _, notes, _)] = ranks(1, session, whole)
+    assert reason is Reason.FINISHED
+    expected = _by_step(notes)
+    assert sorted(expected) == list(range(1, STEPS + 1))
+    ran: dict[int, Any] = {}
+    for size, workers, stop in sessions:
+        found = ranks(size, session, _settings(folder, **{"data.workers": workers, "data.prefetch": 3}), stop)
+        assert {one[:2] for one in found} == {(Reason.RECLAIMED, stop) if stop else (Reason.FINISHED, STEPS)}
+        of_session = _by_step(note for one in found for note in one[2])
+        assert not ran.keys() & of_session.keys()
+        ran |= of_session
+    assert ran == expected  # the very samples and dropout masks, micro-batch by micro-batch
+
+    lines, others = (read_metrics(load_config(of).run_dir) for of in (whole, _settings(folder)))
+    assert [one["step"] for one in others] == list(range(1, STEPS + 1))
+    for name in ("lr", "samples", "batch_hash"):
+        assert [one[name] for one in others] == [one[name] for one in lines]
+    for name, tolerance in (("loss", 1e-6), ("grad_norm", 1e-5)):
+        assert [one[name] for one in others] == pytest.approx([one[name] for one in lines], rel=tolerance)
+    (one, _), (other, _) = (load_tensors(load_config(of).run_dir) for of in (whole, _settings(folder)))
+    shared = {name for name in one if not name.startswith("rng.")}
+    assert shared == {name for name in other if not name.startswith("rng.")}
+    for name in shared:
+        apart, size = (other[name] - one[name]).float().norm().item(), one[name].float().norm().item()
+        assert apart <= 1e-4 * size, f"{name} is {apart / size:.1e} apart"
+
+
+def test_any_sequence_of_world_sizes_runs_the_same_samples_masks_and_rates(ranks: Ranks, folder: Path) -> None:
+    _assert_resumes_exactly(ranks, folder, [(2, 1, 3), (3, 0, 8), (1, 3, None)])
+
+
+@pytest.mark.slow
+def test_eight_four_three_one_eight(ranks: Ranks, folder: Path) -> None:
+    _assert_resumes_exactly(ranks, folder, [(8, 0, 2), (4, 3, 5), (3, 1, 7), (1, 0, 9), (8, 1, None)])
+
+
+def refused(settings: Sequence[str], accepted: Sequence[str]) -> str:
+    """What a resume with these settings is refused with."""
+    try:
+        session(settings, 1, accepted)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_what_decides_the_numbers_does_not_change_unless_accepted(ranks: Ranks, folder: Path) -> None:
+    ranks(1, session, _settings(folder), 3)
+    changes = {"model.width": 32, "optim.lr": 0.02, "data.seed": 12, "data.global_batch": 8}
+    [message] = ranks(1, refused, _settings(folder, **changes), [])
+    for change in ("model.width was 16 and is 32", "optim.lr was 0.01 and is 0.02", "data.seed was 11 and is 12"):
+        assert change in message
+    assert "--accept model.width,data.global_batch,data.seed,optim.lr" in message
+
+    tokens = np.load(folder / "tokens.npy")
+    np.save(folder / "other.npy", np.append(tokens, tokens))
+    [message] = ranks(1, refused, _settings(folder, **{"data.path": folder / "other.npy"}), ["data.path"])
+    assert "data.hash was" in message
+
+    harmless = {"checkpoint.keep_last": 9, "logging.every_steps": 3, "data.workers": 1, "optim.fused": "true"}
+    [(reason, step, _, warnings)] = ranks(1, session, _settings(folder, **harmless), 4)
+    assert (reason, step) == (Reason.RECLAIMED, 4)
+    assert not [text for text in warnings if "although" in text]
+
+    schedule = {"data.micro_batch": 3, "train.steps": STEPS + 2}
+    [(reason, step, _, warnings)] = ranks(1, session, _settings(folder, **schedule), 5)
+    assert (reason, step) == (Reason.RECLAIMED, 5)
+    assert [text.partition(" although ")[2] for text in warnings if "although" in text] == [
+        "data.micro_batch changed from 2 to 3",
+        f"train.steps changed from {STEPS} to {STEPS + 2}",
+    ]
+
+
+def test_an_accepted_batch_size_goes_on_where_the_samples_end(ranks: Ranks, folder: Path) -> None:
+    ranks(1, session, _settings(folder), 2)
+    changed = _settings(folder, **{"data.global_batch": 5, "optim.ema_decay": 0})
+    [found] = ranks(1, session, changed, 4, ["data.global_batch", "optim.ema_decay"])
+    assert found[:2] == (Reason.RECLAIMED, 4)
+    lines = read_metrics(load_config(changed).run_dir)
+    assert [line["samples"] for line in lines] == [7, 14, 19, 24]
+
+
+def test_numbers_that_are_read_one_step_late_change_no_decision(ranks: Ranks, folder: Path) -> None:
+    settings = _settings(folder, **{"checkpoint.every_steps": 1, "train.eval_every_steps": 2})
+    for found in ranks(2, session, settings, 5, (), 1):
+        assert found[:2] == (Reason.RECLAIMED, 6)
+    for found in ranks(1, session, settings, None, (), 1):
+        assert found[:2] == (Reason.FINISHED, STEPS)
+    run_dir = load_config(settings).run_dir
+    saved = [event["step"] for event in read_ledger(run_dir) if event["event"] == "save_committed"]
+    assert saved == list(range(1, STEPS + 1))
+    text = (run_dir / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines if "val_loss" in line] == [2, 4, 8, 10, 12]  # 6 stopped in a hurry
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The gradient, without processes: every rank's share of it, one after the other
+
+
+def _gradient(config: Config, size: int, samples: corpus.Samples) -> tuple[float, list[Tensor]]:
+    torch.manual_seed(0)
+    model = build_model(config)
+    plan = BatchPlan(config.data.global_batch, config.data.micro_batch, size)
+    loss = 0.0
+    for rank in range(size):
+        world = World(rank, size, size, torch.device("cpu"), *[None] * 2)  # type: ignore[arg-type]
+        batches = data_loader.loader(samples, config, plan, rank, consumed=3, steps=1, seed=0, workers=0)
+        loss += train.accumulate(model, next(batches), config, world, step=4)[0].item()
+    return loss, [p.grad / size for p in model.parameters() if p.grad is not None]  # as the reduction averages
+
+
+@pytest.mark.parametrize(("batch", "micro"), [(1, 1), (7, 2), (12, 5), (32, 4), (64, 1), (33, 64)])
+def test_the_gradient_is_that_of_one_rank_with_the_whole_batch(folder: Path, batch: int, micro: int) -> None:
+    config = Config(
+        model=ModelConfig(layers=1, width=16, heads=2, dropout=0.1),
+        data=DataConfig(
+            path=str(folder / "tokens.npy"), sequence_length=SEQUENCE, global_batch=batch, micro_batch=micro,
+            validation_share=0.1,
+        ),
+    )  # fmt: skip
+    samples, _ = corpus.build_dataset(config)
+    loss, gradient = _gradient(config, 1, samples)
+    for size in (2, 3, 5, 8, 64):
+        other_loss, other = _gradient(config, size, samples)
+        assert other_loss == pytest.approx(loss, rel=1e-6)
+        largest = max(part.abs().max().item() for part in gradient)
+        for one, two in zip(gradient, other, strict=True):
+            torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-6 * largest)
+
+
+def test_the_gradient_equals_that_of_the_mean_over_all_tokens(folder: Path) -> None:
+    config = load_config(_settings(folder, **{"model.dropout": 0.0}))
+    samples, _ = corpus.build_dataset(config)
+    loss, gradient = _gradient(config, 3, samples)
+    torch.manual_seed(0)
+    model = build_model(config)
+    numbers, epochs = data_order.SampleOrder(len(samples), 0).global_batch(3, BATCH)
+    tokens = samples.samples(numbers, epochs)
+    mean = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    mean.backward()
+    assert loss == pytest.approx(mean.item(), rel=1e-6)
+    for parameter, part in zip(model.parameters(), gradient, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(part, parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_the_world_is_left_alone_by_the_seed_of_a_micro_batch() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with train.seeded(1, torch.device("cpu")):
+        inside = torch.rand(3)
+    assert torch.equal(torch.rand(3), expected)
+    with train.seeded(1, torch.device("cpu")):
+        assert torch.equal(torch.rand(3), inside)
+    assert parallel.compute_dtype(Config(), torch.device("cpu")) is torch.float32
