@@ -41,7 +41,7 @@ from trainer.reclaim import request as requests
 from trainer.storage import capacity, mount, volume
 from trainer.storage.mount import Kind
 from trainer.tools.report.account import Account, account, suggestions
-from trainer.tools.report.text import span
+from trainer.wording import span
 
 OLDEST_TORCH, FIRST_UNTRIED_TORCH = (2, 11), (2, 16)
 _REQUIREMENTS = Path("startup/requirements.txt")

@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 from trainer import ledger
 from trainer.config.settings import CheckpointConfig
 from trainer.interval import IntervalError, compute_interval, format_duration
+from trainer.wording import counted
 
 RECLAIMED, KILLED, INTERRUPTED, CRASHED = "reclaimed", ledger.UNINTENDED, "interrupted", "crashed"
 KINDS = (RECLAIMED, KILLED, INTERRUPTED, CRASHED)
@@ -273,7 +274,7 @@ def suggestions(found: Account, settings: CheckpointConfig, grace_s: float) -> l
     if unsaved:
         took, lost = found.durable_s.median, sum(one.lost_steps for one in unsaved)
         lines.append(
-            f"reclaim.grace_s: {_counted(len(unsaved), 'reclaim')} lost {_counted(lost, 'step')}; "
+            f"reclaim.grace_s: {counted(len(unsaved), 'reclaim')} lost {counted(lost, 'step')}; "
             + (f"a save takes {took:.1f} s, " if took else "")
             + f"the grace period is {grace_s:g} s: raise it on the platform and here where that is possible"
         )
@@ -576,15 +577,15 @@ def _seconds(attempts: Sequence[Attempt], saves: Sequence[Save], losses: Mapping
         again, idle = _gap(one, after, attempts)
         restart, paused = restart + again, paused + idle
     lost = sum(loss.seconds for loss in losses.values())
-    counted = set(steps.counted)
+    kept_steps = set(steps.counted)
     # A stall inside work that was lost is lost work.
     kept = [save for save in saves if save.attempt not in losses or (save.step or 0) <= losses[save.attempt].kept]
     stall = sum(save.stall_s or 0.0 for save in kept)
     if steps.tokens:
         # The step after a save contains its stall; after the last step of an attempt there is none.
-        inside = sum(save.stall_s or 0.0 for save in kept if (save.attempt, (save.step or 0) + 1) in counted)
+        inside = sum(save.stall_s or 0.0 for save in kept if (save.attempt, (save.step or 0) + 1) in kept_steps)
         starting = sum(one.startup_step_s for one in attempts)
-        productive = sum(steps.seconds(key) for key in counted) - inside - starting
+        productive = sum(steps.seconds(key) for key in kept_steps) - inside - starting
     else:
         productive = sum(one.end - one.trains for one in trained) - stall - lost
     productive = min(max(0.0, productive), max(0.0, elapsed - stall - lost - restart - paused))
@@ -605,22 +606,22 @@ def _assumptions(
 ) -> list[Assumption]:
     ends = [one["reason"] for one in ledger.attempts(events).values()]
     interruptions = sum(reason in (RECLAIMED, KILLED) for reason in ends)
-    mtbi_s, over = ledger.mtbi_s(events), _counted(interruptions, "interruption")
+    mtbi_s, over = ledger.mtbi_s(events), counted(interruptions, "interruption")
     trained_s = seconds.elapsed - seconds.paused - seconds.restart
     quiet = interruptions == 0 and trained_s > 3 * settings.mtbi_s  # by chance in one of 20 runs
     if quiet:
         mtbi_s, over = trained_s, "a run without one: at least that"
     step_s = steps.typical_s() or _step_time(events)
-    counted = len(steps.tokens) or sum(event.get("event") == "step_time" for event in events)
+    timed = len(steps.tokens) or sum(event.get("event") == "step_time" for event in events)
     stalled_s = stall_s.steady if stall_s.steady is not None else stall_s.median
     if stalled_s is not None and durable_s.median is not None:  # as the run itself reckons, see `interval.retuned`
         stalled_s += (_slowdown(events) - 1) * durable_s.median
     rows: list[tuple[str, float | None, str]] = [
         ("mtbi_s", mtbi_s, over),
-        ("step_time_s", step_s, _counted(counted, "step")),
-        ("save_time_s", durable_s.median, _counted(durable_s.count, "save")),
-        ("save_stall_s", stalled_s, _counted(stall_s.count, "save")),
-        ("restart_time_s", _median(recoveries), _counted(len(recoveries), "restart")),
+        ("step_time_s", step_s, counted(timed, "step")),
+        ("save_time_s", durable_s.median, counted(durable_s.count, "save")),
+        ("save_stall_s", stalled_s, counted(stall_s.count, "save")),
+        ("restart_time_s", _median(recoveries), counted(len(recoveries), "restart")),
     ]
     found = []
     for name, measured, text in rows:
@@ -705,10 +706,6 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 def _number(value: Any) -> float | None:
     return float(value) if _is_number(value) else None
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _plain(value: float) -> str:

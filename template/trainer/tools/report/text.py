@@ -19,6 +19,7 @@ from trainer.config.settings import Config
 from trainer.ledger import read_ledger, read_records
 from trainer.outcome import ConfigError
 from trainer.tools.report.account import KINDS, Account, Interruption, Spread, account, suggestions
+from trainer.wording import counted, percent, span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -192,7 +193,7 @@ def to_text(found: Account, config: Config, state: str, advice: Sequence[str]) -
     trained = [one for one in found.attempts if one.last_step is not None]
     lines = [
         f"{config.run_name}: {state}; step {found.last_step} of {config.train.steps}, "
-        f"{_count(len(trained), 'attempt')}, {span(seconds.elapsed)} from the first start"
+        f"{counted(len(trained), 'attempt')}, {span(seconds.elapsed)} from the first start"
         + (f", {span(seconds.paused)} paused" if seconds.paused else ""),
         "",
         *_interruptions(found.interruptions),
@@ -294,7 +295,7 @@ def _throughput(found: Account) -> list[str]:
         return ["throughput: not measured yet"]
     rows = [["throughput", "steps", "tokens/s (median)"]]
     for one in found.throughput:
-        ranks = _count(one.world_size, "rank") if one.world_size else "ranks unknown"
+        ranks = counted(one.world_size, "rank") if one.world_size else "ranks unknown"
         rows.append([ranks, str(one.steps), f"{one.tokens_per_s:,.0f}"])
     lines = table(rows)
     if found.tokens_per_s and found.goodput_tokens_per_s:
@@ -337,28 +338,6 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def span(seconds: float | None) -> str:
-    """Seconds to three figures, in the unit that a person would use."""
-    if seconds is None:
-        return "-"
-    for limit, divisor, unit in ((0.9995, 0.001, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
-        if seconds < limit:
-            return f"{_three(seconds / divisor)} {unit}" if seconds else "0 s"
-    return f"{_three(seconds / 86_400)} d"
-
-
-def _three(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
-
-
-def percent(share: float) -> str:
-    return f"{share:.2%}" if share < 0.1 else f"{share:.1%}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from click.testing import CliRunner
 from trainer.cli import main
 from trainer.config.settings import CheckpointConfig
 from trainer.interval import compute_interval
-from trainer.tools.report import text as reporting
 from trainer.tools.report.account import Account, account, predicted, quantile, suggestions
 
 TOKENS = 32 * 256  # of a step of the default configuration
@@ -464,22 +463,6 @@ def test_a_sequence_length_given_on_the_command_line_is_remembered_by_the_checkp
     interrupted_twice(run)
     found = json.loads(invoke(run, "--json").output)
     assert next(one for one in found["assumptions"] if one["key"] == "checkpoint.step_time_s")["measured"] == 2.0
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (None, "-"),
-        (0, "0 s"),
-        (0.0123, "12.3 ms"),
-        (1.5, "1.50 s"),
-        (61, "61.0 s"),
-        (600, "10.0 min"),
-        (9000, "2.50 h"),
-    ],
-)
-def test_spans_have_three_figures(seconds: float | None, text: str) -> None:
-    assert reporting.span(seconds) == text
 
 
 def test_quantiles_interpolate() -> None:
