@@ -28,7 +28,7 @@ from tests.deployed import Deployed, fake_project
 from tests.slurm_cluster import until
 from trainer.config.load import load_config
 from trainer.config.settings import NodesConfig
-from trainer.launch.nodes import find_nodes
+from trainer.machine.nodes import find_nodes
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "local": {},

@@ -20,7 +20,7 @@ from trainer.ledger import read_ledger, read_records
 
 pytestmark = pytest.mark.slow  # needs root
 ROOT = Path(__file__).resolve().parent.parent
-TEMPLATE_TESTS = ROOT / "template" / "tests"
+ENGINE_TESTS = ROOT / "tests" / "engine"
 VALIDATORS = Path(os.environ.get("DEPLOY_VALIDATORS", ROOT / ".venv/validators"))  # with ec2-metadata in it
 ADDRESSES = """
 ip link set lo up && ip addr add 169.254.169.254/32 dev lo && ip addr add 100.100.100.200/32 dev lo || exit 1
@@ -54,7 +54,7 @@ def cloud(tmp_path: Path) -> Iterator[Cloud]:
     state.write_text("{}")
     server = subprocess.Popen(
         ["unshare", "--net", "--pid", "--fork", "--kill-child", "sh", "-c", ADDRESSES, "sh", sys.executable,
-         str(TEMPLATE_TESTS / "fake_metadata.py"), str(state)]
+         str(ENGINE_TESTS / "reclaim/fake_metadata.py"), str(state)]
     )  # fmt: skip
     found = Cloud(server.pid, state)
     connect = "import socket; socket.create_connection(('169.254.169.254', 80), 1)"
@@ -98,7 +98,7 @@ class Run:
 
 @pytest.fixture
 def start(cloud: Cloud, tmp_path: Path) -> Iterator[Callable[[], Run]]:
-    """Starts a launcher with `reclaim.notice=auto` in the cloud, over ranks that stand in."""
+    """Starts a launcher with `reclaim.notice=auto` in the cloud, over ranks that only pretend to train."""
     launchers: list[subprocess.Popen[bytes]] = []
 
     def launch() -> Run:
@@ -106,7 +106,7 @@ def start(cloud: Cloud, tmp_path: Path) -> Iterator[Callable[[], Run]]:
         project.mkdir()
         words = ("train.steps=1000000", "checkpoint.every_steps=100000000", "reclaim.grace_s=25")
         launcher = subprocess.Popen(
-            cloud.inside(sys.executable, TEMPLATE_TESTS / "fake_ranks.py", "launch", *words), cwd=project
+            cloud.inside(sys.executable, ENGINE_TESTS / "launch/fake_ranks.py", "launch", *words), cwd=project
         )
         launchers.append(launcher)
         run = Run(launcher, project)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.launch.gpus import Ranks
-from trainer.launch.nodes import Nodes
+from trainer.machine.gpus import Ranks
+from trainer.machine.nodes import Nodes
 
 
 @dataclass(frozen=True)

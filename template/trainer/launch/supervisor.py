@@ -27,11 +27,11 @@ from trainer.config.settings import PROJECT, Config
 from trainer.data.plan import BatchPlan
 from trainer.launch.attempt import Start, rank_environment, torchrun_command
 from trainer.launch.exit_reason import Ended, translate
-from trainer.launch.gpus import count_gpus, decide_ranks, usable_cores
-from trainer.launch.nodes import find_nodes
 from trainer.launch.signals import Inbox, Request, Stopped
 from trainer.launch.spawn import REPORT
 from trainer.ledger import Ledger, read_ledger, save_time_s
+from trainer.machine.gpus import count_gpus, decide_ranks, usable_cores
+from trainer.machine.nodes import find_nodes
 from trainer.outcome import CONFIG, FINISHED, RECLAIMED, ConfigError, Reason, UnavailableError
 from trainer.processes import adopt_orphans, alive, reap
 from trainer.reclaim import request as requests

@@ -32,9 +32,9 @@ from trainer.config.load import load_config
 from trainer.config.settings import CONFIG_FILE, PROJECT, STARTUP_FILE, Config
 from trainer.data.plan import BatchPlan
 from trainer.interval import IntervalError, compute_interval
-from trainer.launch import gpus, nodes
-from trainer.launch.gpus import Ranks
 from trainer.ledger import read_ledger, read_records, save_time_s
+from trainer.machine import gpus, nodes
+from trainer.machine.gpus import Ranks
 from trainer.outcome import RECLAIMED, ConfigError, UnavailableError
 from trainer.reclaim import notices
 from trainer.reclaim import request as requests

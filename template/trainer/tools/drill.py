@@ -29,8 +29,8 @@ import psutil
 from trainer.checkpoint import commit
 from trainer.config.load import load_config
 from trainer.config.settings import PROJECT, Config
-from trainer.launch.gpus import count_gpus
 from trainer.ledger import read_ledger
+from trainer.machine.gpus import count_gpus
 from trainer.metrics import read_metrics
 from trainer.outcome import FINISHED, ConfigError
 

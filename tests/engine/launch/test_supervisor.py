@@ -1,4 +1,4 @@
-"""The launcher: its decisions as functions, and real launchers over ranks that stand in for training."""
+"""Real launchers over ranks that only pretend to train: exit codes, crashes, notices, stuck steps."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ from typing import Any
 
 import pytest
 
+import trainer
 from trainer.checkpoint.commit import complete
-from trainer.config.settings import GpuConfig, NodesConfig
 from trainer.launch.attempt import Start, rank_environment, torchrun_command
-from trainer.launch.exit_reason import translate
-from trainer.launch.gpus import Ranks, decide_ranks
-from trainer.launch.nodes import Nodes, find_nodes, first_host
-from trainer.launch.signals import Request
 from trainer.ledger import read_ledger, read_records
-from trainer.outcome import ConfigError, Reason, UnavailableError
+from trainer.machine.gpus import Ranks
+from trainer.machine.nodes import Nodes
 from trainer.processes import alive
-from trainer.reclaim.request import Want
 
 FAKE = Path(__file__).with_name("fake_ranks.py")
+PROJECT = Path(trainer.__file__).resolve().parents[1]
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
@@ -334,172 +331,6 @@ def test_a_second_launcher_is_refused_while_the_first_lives(run: Run) -> None:
     assert f"process {first.pid}" in run.log
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Decisions
-
-
-@pytest.mark.parametrize(
-    ("given", "gpus", "cores", "settings", "provider", "expected"),
-    [
-        (None, 8, 64, GpuConfig(count=8), "aws", 8),
-        (None, 4, 64, GpuConfig(count=8), "aws", 4),
-        (None, 16, 64, GpuConfig(count=8), "aws", 16),
-        (None, 0, 2, GpuConfig(count=8), "local", 2),
-        (None, 0, 64, GpuConfig(count=4, on_count_change="fail"), "local", 4),
-        (3, 8, 64, GpuConfig(count=8, min_count=8, on_count_change="fail"), "aws", 3),
-        (4, 0, 2, GpuConfig(count=8, on_count_change="hold"), "aws", 4),
-        (9, 8, 64, GpuConfig(count=8), "aws", ConfigError),
-        (None, 4, 64, GpuConfig(count=8, on_count_change="hold"), "aws", UnavailableError),
-        (None, 4, 64, GpuConfig(count=8, on_count_change="fail"), "aws", ConfigError),
-        (None, 1, 64, GpuConfig(count=8, min_count=2), "aws", UnavailableError),
-        (None, 1, 64, GpuConfig(count=8, min_count=2, on_count_change="fail"), "aws", ConfigError),
-        (None, 0, 64, GpuConfig(count=8), "aws", UnavailableError),
-        (None, 0, 1, GpuConfig(count=8, min_count=2), "local", UnavailableError),
-    ],
-)
-def test_the_number_of_ranks(
-    given: int | None, gpus: int, cores: int, settings: GpuConfig, provider: str, expected: int | type[Exception]
-) -> None:
-    if isinstance(expected, int):
-        assert decide_ranks(given, gpus, cores, settings, provider).count == expected
-        return
-    with pytest.raises(expected):
-        decide_ranks(given, gpus, cores, settings, provider)
-
-
-def test_a_machine_without_gpus_says_so() -> None:
-    with pytest.raises(UnavailableError, match="no GPU was found"):
-        decide_ranks(None, 0, 8, GpuConfig(count=8), "gcp")
-    assert "no GPU" in decide_ranks(2, 0, 8, GpuConfig(count=8), "gcp").why
-
-
-@pytest.mark.parametrize(
-    ("environment", "settings", "count", "rank", "endpoint"),
-    [
-        ({}, NodesConfig(), 1, 0, ""),
-        (
-            {
-                "SLURM_STEP_NUM_NODES": "2",
-                "SLURM_NODEID": "1",
-                "SLURM_STEP_NODELIST": "gpu[07-08]",
-                "SLURM_JOB_ID": "42",
-            },
-            NodesConfig(count=4),
-            2,
-            1,
-            "gpu07:29400",
-        ),
-        ({"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}, NodesConfig(count=2), 1, 0, ""),
-        (
-            {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"},
-            NodesConfig(),
-            2,
-            1,
-            "10.0.0.1:29400",
-        ),
-        (
-            {"DSTACK_NODES_NUM": "3", "DSTACK_NODE_RANK": "2", "DSTACK_MASTER_NODE_IP": "10.0.0.9"},
-            NodesConfig(port=5),
-            3,
-            2,
-            "10.0.0.9:5",
-        ),
-        ({"JOB_COMPLETION_INDEX": "1"}, NodesConfig(count=2), 2, 1, "run-0.run:29400"),
-        (
-            {"JOB_COMPLETION_INDEX": "1"},
-            NodesConfig(count=2, rendezvous="run-0.net:1234"),
-            2,
-            1,
-            "run-0.net:1234",
-        ),
-        (
-            {"MASTER_ADDR": "head", "MASTER_PORT": "77", "NODE_RANK": "0", "NNODES": "2"},
-            NodesConfig(),
-            2,
-            0,
-            "head:77",
-        ),
-        ({"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "h"}, NodesConfig(), 2, 1, "h:29400"),
-    ],
-)
-def test_nodes_come_from_each_platforms_environment(
-    environment: dict[str, str], settings: NodesConfig, count: int, rank: int, endpoint: str
-) -> None:
-    found = find_nodes(settings, environment, "run-1")
-    assert (found.count, found.rank, found.endpoint) == (count, rank, endpoint)
-
-
-def test_several_nodes_without_an_address_are_refused_with_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"nodes\.rendezvous=HOST:PORT"):
-        find_nodes(NodesConfig(count=2), {})
-
-
-@pytest.mark.parametrize(
-    ("environment", "name"),
-    [
-        ({"SLURM_STEP_NUM_NODES": "abc"}, "SLURM_STEP_NUM_NODES"),
-        ({"SKYPILOT_NUM_NODES": ""}, "SKYPILOT_NUM_NODES"),
-        ({"MASTER_ADDR": "h", "NNODES": "x"}, "NNODES"),
-        ({"PET_NNODES": "1:2", "PET_NODE_RANK": "q"}, "PET_NODE_RANK"),
-        ({"MASTER_ADDR": "h", "NNODES": "2", "MASTER_PORT": "99999"}, "from 1 to 65535"),
-    ],
-)
-def test_an_environment_that_makes_no_sense_is_refused_by_name(environment: dict[str, str], name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        find_nodes(NodesConfig(), environment)
-
-
-def test_without_a_rank_the_first_node_is_the_one_that_has_the_address() -> None:
-    assert find_nodes(NodesConfig(count=2, rendezvous="127.0.0.1:29400"), {}).is_first
-    assert not find_nodes(NodesConfig(count=2, rendezvous="192.0.2.1:29400"), {}).is_first
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"), [("n1", "n1"), ("n[03-07,9],m2", "n03"), ("a-b[1,3]-x,c", "a-b1-x"), ("m1,m2", "m1")]
-)
-def test_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
-
-
-def _status(reason: str, step: int = 5, rank: int = 0, message: str = "") -> dict[str, Any]:
-    return {"reason": reason, "step": step, "rank": rank, "message": message}
-
-
-STOP = Request(Want.STOP, "SIGTERM", None)
-BOTH_STOPPED = [_status("reclaimed"), _status("interrupted", rank=1)]
-
-
-@pytest.mark.parametrize(
-    ("statuses", "report", "code", "stop", "reason"),
-    [
-        ([_status("finished"), _status("finished", rank=1)], {}, 0, None, Reason.FINISHED),
-        ([_status("finished"), _status("finished", rank=1)], {}, 0, STOP, Reason.FINISHED),
-        (BOTH_STOPPED, {"signal": 15}, 1, None, Reason.INTERRUPTED),
-        (BOTH_STOPPED, {}, 0, STOP, Reason.RECLAIMED),
-        ([_status("config", message="no")], {"failures": {"0": 78, "1": -15}}, 1, STOP, Reason.CONFIG),
-        ([_status("unavailable", message="no")], {"failures": {"0": 75}}, 1, None, Reason.UNAVAILABLE),
-        ([_status("crashed", message="Boom")], {"failures": {"0": 1, "1": -15}}, 1, None, Reason.CRASHED),
-        ([], {"failures": {"0": -11, "1": -15}}, 1, None, Reason.CRASHED),
-        ([_status("reclaimed")], {"failures": {"1": -9}}, 1, None, Reason.CRASHED),
-        ([], {"failures": {"1": -15}}, 1, None, Reason.RECLAIMED),
-        ([], {"signal": 15}, 1, None, Reason.RECLAIMED),
-        ([], {}, -9, STOP, Reason.RECLAIMED),
-        ([], {}, -9, None, Reason.CRASHED),
-        ([], {}, 1, None, Reason.CRASHED),
-        ([], {"error": "RendezvousTimeoutError: "}, 1, None, Reason.UNAVAILABLE),
-    ],
-)
-def test_one_reason_from_what_ranks_and_torchrun_left(
-    statuses: list[dict[str, Any]], report: dict[str, Any], code: int, stop: Request | None, reason: Reason
-) -> None:
-    assert translate(statuses, report, code, 2, stop).reason is reason
-
-
-def test_the_first_rank_that_crashed_is_the_one_that_is_shown() -> None:
-    statuses = [_status("crashed", rank=1, message="KeyError: 'x'"), _status("crashed", message="Connection closed")]
-    assert "rank 1: KeyError: 'x'" in translate(statuses, {"failures": {"0": 1, "1": 1}}, 1, 2, None).message
-
-
 def test_torchrun_neither_restarts_nor_shares_its_store(tmp_path: Path) -> None:
     nodes = Nodes(2, 1, "10.0.0.1:29400", "42.0", "Slurm")
     words = torchrun_command(Start(tmp_path, None, 4, nodes, "run", 45, ["a.b=c"], ["x.y", "z"]))
@@ -511,5 +342,7 @@ def test_torchrun_neither_restarts_nor_shares_its_store(tmp_path: Path) -> None:
 
 
 def test_the_launcher_imports_no_torch() -> None:
-    code = "import sys, trainer.launch, trainer.notices; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=FAKE.parent.parent).returncode == 0
+    code = (
+        "import sys, trainer.cli, trainer.launch.supervisor, trainer.reclaim.notices; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT).returncode == 0

@@ -15,7 +15,6 @@ import pytest
 
 import trainer
 from trainer.reclaim import rank as rank_signals
-from trainer.reclaim import request as requests
 from trainer.reclaim.rank import Reclaim
 from trainer.reclaim.request import (
     SIGNALS,
@@ -149,7 +148,7 @@ def test_what_the_time_is_enough_for(left: float, step: float, save: float | Non
 
 
 def test_handlers_set_a_flag_and_nothing_else() -> None:
-    tree = ast.parse(Path(requests.__file__).read_text())
+    tree = ast.parse(Path(rank_signals.__file__).read_text())
     (handler,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "_remember")
     assert len(handler.body) == 1
     assert ast.unparse(handler.body[0]).startswith("_received.append(")

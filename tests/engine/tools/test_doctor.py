@@ -19,8 +19,8 @@ import trainer
 from trainer.checkpoint import commit
 from trainer.config.fingerprint import fingerprint
 from trainer.config.settings import Config, GpuConfig, ImageConfig, ReclaimConfig, RestartConfig, RunConfig
-from trainer.launch import gpus as gpus_of
 from trainer.ledger import Ledger
+from trainer.machine import gpus as gpus_of
 from trainer.reclaim import notices
 from trainer.storage import capacity
 from trainer.tools import doctor
