@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainer.data.order import batch_hash
 from trainer.parallel import World
-from trainer.reclaim.request import Want
+from trainer.reclaim.request import Action
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Agreed:
     loss: float  # mean over the global batch
     grad_norm: float
     batch_hash: str  # of the samples that the ranks ran
-    want: Want  # the strongest request of any rank
+    want: Action  # the strongest request of any rank
     save_due: bool  # rank 0's interval says: save after step `step` + lag
     save_done: bool  # on every rank
     save_failed: bool  # on any rank
@@ -50,18 +50,18 @@ class Agreement:
         self._pending: deque[tuple[int, float, Tensor, Callable[[], Any] | None]] = deque()
         self._unrecorded: list[Agreed] = []
         self._to_act_on: dict[int, Agreed] = {}
-        self._early = Want.NOTHING  # a wish to save that came before the first step
+        self._early = Action.NOTHING  # a wish to save that came before the first step
 
-    def begin(self, first: int, *, want: Want, save_due: bool) -> bool:
+    def begin(self, first: int, *, want: Action, save_due: bool) -> bool:
         """Before step `first`: whether any rank has been asked to stop.
 
         Args:
             save_due: rank 0's interval says: save after step `first`.
         """
-        asked = torch.tensor([want >= Want.STOP, self.world.is_main and save_due], dtype=torch.int32)
+        asked = torch.tensor([want >= Action.STOP, self.world.is_main and save_due], dtype=torch.int32)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.world.control)
         stop, due = map(bool, asked.tolist())
-        self._early = min(want, Want.SAVE)
+        self._early = min(want, Action.SAVE)
         self._to_act_on[first - 1] = replace(_nothing(first - 1), save_due=due)
         return stop
 
@@ -72,7 +72,7 @@ class Agreement:
         grad_norm: Tensor,
         witness: tuple[int, int],
         *,
-        want: Want,
+        want: Action,
         save_due: bool,
         save_done: bool,
         save_failed: bool,
@@ -85,8 +85,8 @@ class Agreement:
             witness: of this rank's samples (see `data.witness`).
             save_due: rank 0's interval says: save after step `step` + lag.
         """
-        want, self._early = max(want, self._early), Want.NOTHING
-        flags = [want >= Want.SAVE, want >= Want.STOP, want >= Want.STOP_UNSAVED]
+        want, self._early = max(want, self._early), Action.NOTHING
+        flags = [want >= Action.SAVE, want >= Action.STOP, want >= Action.STOP_UNSAVED]
         flags += [self.world.is_main and save_due, save_done, save_failed]
         host = torch.tensor([*map(float, witness), *map(float, flags)], dtype=torch.float64)
         numbers = torch.stack((loss.detach().double(), grad_norm.detach().double() / self.world.size))
@@ -140,7 +140,7 @@ class Agreement:
         if wait is not None:
             wait()
         loss, norm, high, low, save, stop, unsaved, due, done, failed = vector.tolist()
-        want = Want.STOP_UNSAVED if unsaved else Want.STOP if stop else Want.SAVE if save else Want.NOTHING
+        want = Action.STOP_UNSAVED if unsaved else Action.STOP if stop else Action.SAVE if save else Action.NOTHING
         done_everywhere = round(done) == self.world.size
         agreed = Agreed(step, loss, norm, batch_hash(high, low), want, due > 0, done_everywhere, failed > 0, moment)
         self._unrecorded.append(agreed)
@@ -149,4 +149,4 @@ class Agreement:
 
 
 def _nothing(step: int) -> Agreed:
-    return Agreed(step, float("nan"), float("nan"), "", Want.NOTHING, False, False, False, 0.0)
+    return Agreed(step, float("nan"), float("nan"), "", Action.NOTHING, False, False, False, 0.0)

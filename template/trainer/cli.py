@@ -23,7 +23,7 @@ from trainer.outcome import (
     UnavailableError,
     write_status,
 )
-from trainer.streams import hold_streams
+from trainer.streams import make_streams_safe
 
 
 class _Group(click.Group):
@@ -46,7 +46,7 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Train, resume, inspect: an interruption is routine here."""
-    hold_streams()
+    make_streams_safe()
 
 
 def _settings(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Processes of this node: who dies with whom, who collects orphans, who is still alive. Linux."""
+"""Processes and signals of this node: who dies with whom, who collects orphans, who is still alive. Linux."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import os
 import signal
 import threading
 from pathlib import Path
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # a request to stop, to the launcher or to a rank
+# What the launcher's child passes on to the ranks. Of these torchrun leaves SIGUSR1 out unless told: it would end
+# torchrun and leave the ranks as orphans.
+FORWARDED = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
+STACKS = signal.SIGUSR2  # a rank that receives it writes the stacks of all its threads to stderr
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 

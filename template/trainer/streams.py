@@ -11,7 +11,7 @@ from typing import Any
 _GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe, a terminal
 
 
-class Sturdy:
+class SafeStream:
     """A text stream that drops what cannot be written; of anything else it is the stream that it was made from."""
 
     def __init__(self, stream: Any) -> None:
@@ -40,7 +40,7 @@ class Sturdy:
             os.close(nowhere)
 
 
-def hold_streams() -> None:
+def make_streams_safe() -> None:
     """First thing in a process: no standard stream is missing, and none of them can raise an OSError when written to.
 
     A descriptor 0, 1 or 2 that is closed would be given to the next file that is opened, a checkpoint for example.
@@ -57,5 +57,5 @@ def hold_streams() -> None:
         stream = getattr(sys, name)
         if stream is None:
             stream = Path(os.devnull).open("w")  # noqa: SIM115
-        if not isinstance(stream, Sturdy):
-            setattr(sys, name, Sturdy(stream))
+        if not isinstance(stream, SafeStream):
+            setattr(sys, name, SafeStream(stream))

@@ -37,7 +37,7 @@ from trainer.optim import AveragedWeights, build_optimizer, clip_gradients, lear
 from trainer.outcome import ConfigError, Reason, SavesFailed
 from trainer.parallel import World
 from trainer.reclaim.rank import Reclaim
-from trainer.reclaim.request import Want
+from trainer.reclaim.request import Action
 from trainer.state import TrainState, seed_all
 
 SHOWN_S = 60.0  # until another node sees what the first one has written
@@ -81,7 +81,7 @@ def train(
         if first > last:
             return Reason.FINISHED, state.step
         due = agreement.lag > 0 and world.is_main and checkpoints.due(first)  # else asked after that step
-        if agreement.begin(first, want=reclaim.want(), save_due=due):
+        if agreement.begin(first, want=reclaim.requested(), save_due=due):
             return reclaim_reason(reclaim), state.step
         metrics = stack.enter_context(_metrics(config, attempt, first, model, world))
         record = _Recorder(config, metrics, state)
@@ -99,17 +99,17 @@ def train(
 
             now = agreement.exchange(
                 step, loss, grad_norm, ran,
-                want=reclaim.want(),
+                want=reclaim.requested(),
                 save_due=world.is_main and checkpoints.due(step + agreement.lag),
                 **checkpoints.status(),
             )  # fmt: skip
-            stop = now.want >= Want.STOP or step == last
+            stop = now.want >= Action.STOP or step == last
             evaluate_now = config.train.eval_every_steps and step % config.train.eval_every_steps == 0
-            save = now.save_due or now.want == Want.SAVE or (stop and now.want != Want.STOP_UNSAVED) or step == last
+            save = now.save_due or now.want == Action.SAVE or (stop and now.want != Action.STOP_UNSAVED) or step == last
             if save or stop or evaluate_now:
                 agreement.drain()
             val_loss = None
-            if evaluate_now and now.want < Want.STOP:
+            if evaluate_now and now.want < Action.STOP:
                 with agreement.aside():
                     val_loss = evaluate(model, held_out, config, world)
             for one in agreement.to_record():

@@ -53,16 +53,16 @@ import pathlib, sys, time, torch
 from trainer import parallel
 from trainer.agreement import Agreement
 from trainer.reclaim.rank import Reclaim
-from trainer.reclaim.request import Want
+from trainer.reclaim.request import Action
 folder = pathlib.Path(sys.argv[1])
 with Reclaim(folder, 30) as reclaim, parallel.join() as world:
     agreement, number = Agreement(world), torch.zeros((), device=world.device)
-    agreement.begin(1, want=Want.NOTHING, save_due=False)
+    agreement.begin(1, want=Action.NOTHING, save_due=False)
     took = []
     for step in range(1, 1001):
         begin = time.perf_counter()
         agreement.exchange(
-            step, number, number, (0, 0), want=reclaim.want(), save_due=False, save_done=False, save_failed=False
+            step, number, number, (0, 0), want=reclaim.requested(), save_due=False, save_done=False, save_failed=False
         )
         agreement.to_record()
         took.append(time.perf_counter() - begin)

@@ -15,19 +15,19 @@ from trainer import parallel, train
 from trainer.agreement import Agreement
 from trainer.config.load import load_config
 from trainer.outcome import ConfigError
-from trainer.reclaim.request import Want
+from trainer.reclaim.request import Action
 
 
-def asked_early(lag: int) -> tuple[bool, list[Want]]:
+def asked_early(lag: int) -> tuple[bool, list[Action]]:
     """Rank 1 is asked to save before the first step; what this rank acts on in the steps after that."""
     with parallel.join() as world:
         agreement = Agreement(world)
         agreement.lag = lag
-        stop = agreement.begin(8, want=Want.SAVE if world.rank == 1 else Want.NOTHING, save_due=False)
+        stop = agreement.begin(8, want=Action.SAVE if world.rank == 1 else Action.NOTHING, save_due=False)
         nothing = torch.zeros(())
         found = [
             agreement.exchange(
-                step, nothing, nothing, (0, 0), want=Want.NOTHING, save_due=False, save_done=False, save_failed=False
+                step, nothing, nothing, (0, 0), want=Action.NOTHING, save_due=False, save_done=False, save_failed=False
             ).want
             for step in range(8, 11)
         ]
@@ -36,7 +36,7 @@ def asked_early(lag: int) -> tuple[bool, list[Want]]:
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_wish_to_save_from_before_the_first_step_is_met_once(ranks: Callable[..., list[Any]], lag: int) -> None:
-    expected = [Want.NOTHING] * lag + [Want.SAVE] + [Want.NOTHING] * (2 - lag)
+    expected = [Action.NOTHING] * lag + [Action.SAVE] + [Action.NOTHING] * (2 - lag)
     assert ranks(2, asked_early, lag) == [(False, expected)] * 2
 
 

@@ -13,8 +13,8 @@ import trainer
 PROJECT = Path(trainer.__file__).resolve().parents[1]
 CODE = """
 import sys
-from trainer.streams import hold_streams
-hold_streams()
+from trainer.streams import make_streams_safe
+make_streams_safe()
 for number in range(20000):
     print("a line of some length", number, flush=number % 100 == 0)
     print("and one for the other", number, file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.launch.signals import Request
 from trainer.outcome import Reason
-from trainer.reclaim.request import SIGNALS
+from trainer.processes import STOP_SIGNALS
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def translate(
     if len(statuses) == ranks and not crash:
         return Ended(stopped, step)
     failures = {int(rank): int(code) for rank, code in report.get("failures", {}).items()}
-    hard = {rank: code for rank, code in failures.items() if -code not in SIGNALS}
+    hard = {rank: code for rank, code in failures.items() if -code not in STOP_SIGNALS}
     if stop or (not crash and not hard and (failures or "signal" in report)):
         return Ended(stopped, step, crash["message"] if crash else "")
     if crash:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Self
 
-from trainer.reclaim.request import SIGNALS, Want
+from trainer.processes import STOP_SIGNALS
+from trainer.reclaim.request import Action
 
 
 class Stopped(BaseException):
@@ -23,7 +24,7 @@ class Stopped(BaseException):
 class Request:
     """Somebody wants the ranks to save or stop; `deadline` is `time.monotonic()` of the platform's SIGKILL."""
 
-    want: Want
+    want: Action
     source: str
     deadline: float | None
     person: bool = False
@@ -43,18 +44,18 @@ class Inbox:
     def __enter__(self) -> Self:
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        numbers = [*SIGNALS]
+        numbers = [*STOP_SIGNALS]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a terminal that goes away; not under nohup
             numbers.append(signal.SIGHUP)
         for number in numbers:
             signal.signal(number, self._signalled)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # restart.sh blocks them until now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # restart.sh blocks them until now
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         # What has been decided is not undone by a signal on the way out, where Python drops its handlers.
         self.idle = False
-        for number in (*SIGNALS, signal.SIGHUP):
+        for number in (*STOP_SIGNALS, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(-1)
 
@@ -62,7 +63,7 @@ class Inbox:
         person = number == signal.SIGINT
         at_terminal = person and os.isatty(0)  # Ctrl-C: no platform kills afterwards
         deadline = None if at_terminal else time.monotonic() + self.grace_s
-        self._requests.append(Request(Want.STOP, signal.Signals(number).name, deadline, person))
+        self._requests.append(Request(Action.STOP, signal.Signals(number).name, deadline, person))
         if self.idle:
             raise Stopped(signal.Signals(number).name)
 

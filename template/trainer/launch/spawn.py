@@ -21,14 +21,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trainer.processes import die_with_parent
+from trainer.processes import FORWARDED, die_with_parent
 
 REPORT = "torchrun.json"
 PARENT = "torchrun.pid"  # so that a rank knows whether its parent is still the one that started it
 LINGER_S = 10.0  # for the other ranks, once one has failed
 LEAVE_S = 120.0  # once one has ended well: all do so after the same step
-# Of these torchrun leaves SIGUSR1 out by default: it would end torchrun and leave the ranks as orphans.
-HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
 def main() -> int:
@@ -52,7 +50,7 @@ def run_torchrun(arguments: list[str], seconds: str) -> dict[str, Any]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
 
-    names = ",".join(number.name for number in HANDED_ON)
+    names = ",".join(number.name for number in FORWARDED)
     for name, option in (
         ("shutdown_timeout", f"--shutdown-timeout={seconds}"),
         ("signals_to_handle", f"--signals-to-handle={names}"),
@@ -79,7 +77,7 @@ def run_ranks(ranks: int, words: Sequence[str], seconds: float) -> dict[str, Any
     def note(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
 
-    for number in HANDED_ON:
+    for number in FORWARDED:
         signal.signal(number, note)
     processes = [_start(rank, ranks, port, words) for port in [_free_port()] for rank in range(ranks)]
     descriptors = {os.pidfd_open(process.pid): process for process in processes}

@@ -33,9 +33,9 @@ from trainer.ledger import Ledger, read_ledger, save_time_s
 from trainer.machine.gpus import count_gpus, decide_ranks, usable_cores
 from trainer.machine.nodes import find_nodes
 from trainer.outcome import CONFIG, FINISHED, RECLAIMED, ConfigError, Reason, UnavailableError
-from trainer.processes import adopt_orphans, alive, reap
+from trainer.processes import STACKS, adopt_orphans, alive, reap
 from trainer.reclaim import request as requests
-from trainer.reclaim.request import STACKS, Want
+from trainer.reclaim.request import Action
 from trainer.storage import capacity, volume
 
 CRASHED = 1
@@ -208,7 +208,7 @@ class Supervisor:
     def _refuse_if_asked(self) -> None:
         """With no rank running, a request to stop is an exit. Raises Stopped."""
         for request in self.inbox.take():
-            if request.want >= Want.STOP:
+            if request.want >= Action.STOP:
                 if self.ledger:
                     self._record_notice(request, "no rank was running")
                 raise Stopped(request.source)
@@ -299,7 +299,7 @@ class Supervisor:
 
     def _pass_on(self, request: Request) -> None:
         """Decide what the time that is left is enough for, and ask the ranks for it."""
-        if request.want < Want.STOP:
+        if request.want < Action.STOP:
             if not self.stop:
                 say(f"{request.source}: saving early, training goes on")
                 self._record_notice(request, "saving early")
@@ -309,7 +309,7 @@ class Supervisor:
             sooner = request.deadline is not None and (
                 self.stop.deadline is None or request.deadline < self.stop.deadline
             )
-            if not (sooner and request.want == Want.STOP):
+            if not (sooner and request.want == Action.STOP):
                 return
         now = time.monotonic()
         left = float("inf") if request.deadline is None else request.deadline - now
@@ -328,7 +328,7 @@ class Supervisor:
             self._record_notice(request, "no step was made")
             self._kill("")
             return
-        self.stop = request if not self.stop else Request(Want.STOP, request.source, request.deadline, False)
+        self.stop = request if not self.stop else Request(Action.STOP, request.source, request.deadline, False)
         requests.post_request(self.runtime, want, request.source, request.deadline, person=request.person)
         if request.deadline is not None:
             self.kill_at = request.deadline - max(0.5, min(2.0, left / 10))
@@ -354,7 +354,7 @@ class Supervisor:
         asked = requests.read_request(self.runtime)
         if asked and not self.stop and self.crash_seen is None:
             _, source, deadline, person = asked
-            self._pass_on(Request(Want.STOP, f"{source} to a rank", deadline, person))
+            self._pass_on(Request(Action.STOP, f"{source} to a rank", deadline, person))
 
     def _broken(self) -> bool:
         """Whether a rank has crashed: torchrun then signals the others, which is no reclaim."""

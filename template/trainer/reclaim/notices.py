@@ -39,7 +39,7 @@ from typing import Protocol
 
 from trainer.config.settings import Config
 from trainer.processes import waited_for
-from trainer.reclaim.request import Want
+from trainer.reclaim.request import Action
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ _OLD_S = 300.0  # a time of termination that long ago was not kept, and stays in
 class Notice:
     """What a platform said. `seconds` until it kills; None where it did not say."""
 
-    want: Want
+    want: Action
     source: str
     seconds: float | None = None
 
@@ -127,14 +127,14 @@ class Aws:
             moment = str(json.loads(recommendation)["noticeTime"])
             if moment != self._recommended:
                 self._recommended = moment
-                notices.append(Notice(Want.SAVE, "AWS rebalance recommendation"))
+                notices.append(Notice(Action.SAVE, "AWS rebalance recommendation"))
         if action := self._get("spot/instance-action"):
             said = json.loads(action)
             seconds = _seconds_until(_timestamp(said["time"]))
             if said["action"] == "hibernate":
-                notices.append(Notice(Want.STOP, "AWS spot instance-action hibernate"))  # begins at once
+                notices.append(Notice(Action.STOP, "AWS spot instance-action hibernate"))  # begins at once
             elif said["action"] in ("stop", "terminate") and seconds > -_OLD_S:
-                notices.append(Notice(Want.STOP, f"AWS spot instance-action {said['action']}", seconds))
+                notices.append(Notice(Action.STOP, f"AWS spot instance-action {said['action']}", seconds))
         return notices
 
     def _get(self, path: str) -> str:
@@ -179,7 +179,7 @@ class Gcp:
         etag = headers.get("etag", "")
         self._etag = etag if etag.isalnum() else ""
         if body.strip().upper() == "TRUE":
-            return [Notice(Want.STOP, "GCP preemption")]
+            return [Notice(Action.STOP, "GCP preemption")]
         return []
 
     def present(self) -> bool:
@@ -213,10 +213,10 @@ class Azure:
                 seconds = None
                 with contextlib.suppress(ValueError, TypeError):  # empty once it has begun
                     seconds = _seconds_until(email.utils.parsedate_to_datetime(event.get("NotBefore")))
-                notices.append(Notice(Want.STOP, f"Azure {kind}", seconds))
+                notices.append(Notice(Action.STOP, f"Azure {kind}", seconds))
             elif kind in ("Reboot", "Redeploy") and event["EventId"] not in self._saved:
                 self._saved.add(event["EventId"])
-                notices.append(Notice(Want.SAVE, f"Azure {kind}"))
+                notices.append(Notice(Action.SAVE, f"Azure {kind}"))
         return notices
 
     def name(self) -> str:
@@ -246,7 +246,7 @@ class Alibaba:
         if status != 200 or not body.strip():
             return []
         seconds = _seconds_until(_timestamp(body))
-        return [Notice(Want.STOP, "Alibaba spot termination", seconds)] if seconds > -_OLD_S else []
+        return [Notice(Action.STOP, "Alibaba spot termination", seconds)] if seconds > -_OLD_S else []
 
     def present(self) -> bool:
         return fetch(self.url.rpartition("/spot/")[0], {})[0] == 200
@@ -265,7 +265,7 @@ class File:
         self.path = path
 
     def poll(self) -> list[Notice]:
-        return [Notice(Want.STOP, f"file {self.path}")] if self.path.exists() else []
+        return [Notice(Action.STOP, f"file {self.path}")] if self.path.exists() else []
 
 
 class Command:
@@ -293,7 +293,7 @@ class Command:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 raise
-        return [Notice(Want.STOP, f"command {self.command!r}")] if code == 0 else []
+        return [Notice(Action.STOP, f"command {self.command!r}")] if code == 0 else []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -362,10 +362,10 @@ class Watcher:
             for notice in notices:
                 now = time.monotonic()
                 seconds = notice.seconds
-                if seconds is None and notice.want >= Want.STOP:
+                if seconds is None and notice.want >= Action.STOP:
                     seconds = self._config.reclaim.grace_s - poller.interval_s  # it may have come just after we asked
                 self._report(notice, None if seconds is None else now + max(0.0, seconds))
-                if notice.want >= Want.STOP:
+                if notice.want >= Action.STOP:
                     return
             backoff = min(3, 1 + failures)
             self._stop.wait(poller.interval_s * backoff * random.uniform(0.8, 1.2))

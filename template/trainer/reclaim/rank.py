@@ -13,15 +13,13 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from trainer.processes import die_with_parent
+from trainer.processes import STACKS, STOP_SIGNALS, die_with_parent
 from trainer.reclaim.request import (
     BEAT,
     BEAT_FORMAT,
     LOADING,
     SAVE_FILE,
-    SIGNALS,
-    STACKS,
-    Want,
+    Action,
     post_request,
     read_request,
 )
@@ -34,9 +32,9 @@ def prepare_rank(runtime: Path | None) -> None:
     """
     faulthandler.enable()
     faulthandler.register(STACKS, file=sys.stderr, all_threads=True)
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, _remember)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if runtime is not None:
         parent = None
         with contextlib.suppress(OSError, ValueError):
@@ -47,7 +45,7 @@ def prepare_rank(runtime: Path | None) -> None:
 
 def worker_ignore_signals(worker_id: int) -> None:
     """`worker_init_fn` of a DataLoader: its workers outlive the signal that asks their rank to stop."""
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -71,14 +69,14 @@ class Reclaim:
         self.source = ""  # of the strongest request seen: SIGTERM, aws spot notice, ...
         self.deadline: float | None = None  # time.monotonic() at which the platform kills; None: nobody said
         self._runtime = runtime
-        self._want = Want.NOTHING
+        self._want = Action.NOTHING
         self._seen = 0  # signals of _received that were looked at
         self._people = True  # whether every request so far was a Ctrl-C
         self._beats: int | None = None  # descriptor of the beat file
         self._count, self._usual_s, self._before = 0, 0.0, 0.0
 
     def __enter__(self) -> Self:
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, _remember)
         if self._runtime is not None:
             (self._runtime / f"{LOADING}{os.getpid()}").touch()
@@ -106,26 +104,26 @@ class Reclaim:
     @property
     def interrupted(self) -> bool:
         """Whether a person's Ctrl-C was all that asked to stop."""
-        return self._want >= Want.STOP and self._people
+        return self._want >= Action.STOP and self._people
 
-    def want(self) -> Want:
+    def requested(self) -> Action:
         """What this rank has been asked for; asked once a step. A SAVE is answered once, on one rank of the node."""
         while self._seen < len(_received):
             number, moment = _received[self._seen]
             self._seen += 1
             name = signal.Signals(number).name
-            self._ask(Want.STOP, name, moment + self.grace_s, person=number == signal.SIGINT)
+            self._ask(Action.STOP, name, moment + self.grace_s, person=number == signal.SIGINT)
         if self._runtime is not None:
             self._beat()
             if (request := read_request(self._runtime)) is not None:
                 self._ask(*request)
-            if self._want == Want.NOTHING:
+            if self._want == Action.NOTHING:
                 with contextlib.suppress(OSError):
                     (self._runtime / SAVE_FILE).unlink()  # whoever removes it has the request
-                    return Want.SAVE
+                    return Action.SAVE
         return self._want
 
-    def _ask(self, want: Want, source: str, deadline: float | None, person: bool) -> None:
+    def _ask(self, want: Action, source: str, deadline: float | None, person: bool) -> None:
         self._people = self._people and person
         if deadline is not None:
             self.deadline = deadline if self.deadline is None else min(self.deadline, deadline)
@@ -155,7 +153,7 @@ class Reclaim:
             number = byte[0]
             if number == 0:
                 return
-            if number in SIGNALS:
+            if number in STOP_SIGNALS:
                 self._tell_launcher(number, time.monotonic())
 
     def _tell_launcher(self, number: int, moment: float) -> None:
@@ -163,4 +161,4 @@ class Reclaim:
             return
         name, person = signal.Signals(number).name, number == signal.SIGINT
         with contextlib.suppress(OSError):
-            post_request(self._runtime, Want.STOP, name, moment + self.grace_s, person=person)
+            post_request(self._runtime, Action.STOP, name, moment + self.grace_s, person=person)

@@ -19,20 +19,17 @@ import enum
 import json
 import math
 import os
-import signal
 import struct
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-STACKS = signal.SIGUSR2  # a rank that receives it writes the stacks of all its threads to stderr
 STOP_FILE, SAVE_FILE = "stop.json", "save_early"
 LOADING, BEAT = "loading_", "beat_"
 BEAT_FORMAT = struct.Struct("ddq")
 
 
-class Want(enum.IntEnum):
+class Action(enum.IntEnum):
     """What is asked of the training loop; of several wishes the largest number wins."""
 
     NOTHING = 0
@@ -42,7 +39,7 @@ class Want(enum.IntEnum):
 
 
 def post_request(
-    runtime: Path, want: Want, source: str, deadline: float | None = None, *, person: bool = False
+    runtime: Path, want: Action, source: str, deadline: float | None = None, *, person: bool = False
 ) -> None:
     """Ask the ranks of this node; a weaker request than one that stands is dropped.
 
@@ -50,9 +47,9 @@ def post_request(
         deadline: `time.monotonic()` seconds at which the platform kills.
         person: a Ctrl-C.
     """
-    if want == Want.NOTHING:
+    if want == Action.NOTHING:
         return
-    if want == Want.SAVE:
+    if want == Action.SAVE:
         (runtime / SAVE_FILE).touch()
         return
     if (standing := read_request(runtime)) is not None and standing[0] >= want:
@@ -62,14 +59,14 @@ def post_request(
     temporary.replace(runtime / STOP_FILE)
 
 
-def read_request(runtime: Path) -> tuple[Want, str, float | None, bool] | None:
+def read_request(runtime: Path) -> tuple[Action, str, float | None, bool] | None:
     """The request to stop that stands: what, who asked, deadline (monotonic seconds), whether it was a Ctrl-C."""
     try:
         text = (runtime / STOP_FILE).read_text()
     except OSError:
         return None
     request = json.loads(text)
-    return Want(request["want"]), request["source"], request["deadline"], request["person"]
+    return Action(request["want"]), request["source"], request["deadline"], request["person"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ def revoke_start(runtime: Path) -> bool:
     return revoked or not any(runtime.glob(f"{BEAT}*"))
 
 
-def decide(left_s: float, step_s: float, save_s: float | None, pending_s: float) -> tuple[Want, str]:
+def decide(left_s: float, step_s: float, save_s: float | None, pending_s: float) -> tuple[Action, str]:
     """What the time until the platform's SIGKILL is enough for, and why, for the log.
 
     Args:
@@ -121,10 +118,10 @@ def decide(left_s: float, step_s: float, save_s: float | None, pending_s: float)
     """
     left = "no time limit" if math.isinf(left_s) else f"{left_s:.0f} s left"
     if save_s is None:
-        return Want.STOP, f"{left} and no save measured yet: ending the step and trying to save it"
+        return Action.STOP, f"{left} and no save measured yet: ending the step and trying to save it"
     needed = step_s + pending_s + save_s
     if needed <= left_s:
-        return Want.STOP, f"{left}, about {needed:.0f} s needed: ending the step and saving it"
+        return Action.STOP, f"{left}, about {needed:.0f} s needed: ending the step and saving it"
     flush = "; the save in flight is waited for" if 0 < pending_s <= left_s else ""
     flush = "; the save in flight will hardly make it" if pending_s > left_s else flush
-    return Want.STOP_UNSAVED, f"{left}, about {needed:.0f} s needed for a save: stopping without{flush}"
+    return Action.STOP_UNSAVED, f"{left}, about {needed:.0f} s needed for a save: stopping without{flush}"

@@ -348,9 +348,9 @@ def check_grace(config: Config, every_steps: int, step: float, save: float, sour
     left_s = grace_s - min(3.0, grace_s / 4)  # the launcher's margin
     in_flight = math.ceil(save / step)  # steps made while a save is written
     figures = f"a save takes {span(save)} ({source}), the grace period is {grace_s:g} s"
-    if requests.decide(left_s, step, save, save)[0] is requests.Want.STOP:
+    if requests.decide(left_s, step, save, save)[0] is requests.Action.STOP:
         return Check("grace", "ok", f"{figures}: no step is lost at a reclaim")
-    if requests.decide(left_s, step, save, 0.0)[0] is requests.Want.STOP:
+    if requests.decide(left_s, step, save, 0.0)[0] is requests.Action.STOP:
         return Check(
             "grace",
             "ok",

@@ -29,7 +29,7 @@ from trainer.launch.supervisor import launch
 from trainer.ledger import Ledger, Records
 from trainer.outcome import ConfigError, Reason, write_status
 from trainer.reclaim.rank import Reclaim, prepare_rank
-from trainer.reclaim.request import Want
+from trainer.reclaim.request import Action
 
 FAKE = json.loads(os.environ.get("FAKE_RANKS", "{}"))
 
@@ -64,7 +64,7 @@ def train(runtime: Path, attempt: int, config: Config) -> tuple[Reason, int]:
         first = max((found.step for found in complete(config.run_dir)), default=0) + 1
         time.sleep(FAKE.get("load_s", 0.0))
         ledger.record("attempt_started", world_size=1, step=first - 1)
-        if reclaim.want() >= Want.STOP:
+        if reclaim.requested() >= Action.STOP:
             return _reason(reclaim), first - 1
         for step in range(first, config.train.steps + 1):
             while step == FAKE.get("hang_at"):
@@ -73,11 +73,11 @@ def train(runtime: Path, attempt: int, config: Config) -> tuple[Reason, int]:
                 raise RuntimeError(FAKE.get("crash_words", "planted"))
             time.sleep(FAKE.get("step_s", 0.01))
             metrics.write({"step": step, "attempt": attempt})
-            want = reclaim.want()
-            stop = want >= Want.STOP
+            want = reclaim.requested()
+            stop = want >= Action.STOP
             if (
                 step == config.train.steps
-                or want in (Want.SAVE, Want.STOP)
+                or want in (Action.SAVE, Action.STOP)
                 or step % config.checkpoint.every_steps == 0
             ):
                 save(config.run_dir, step, attempt, config, ledger)

@@ -9,14 +9,14 @@ import pytest
 from trainer.launch.exit_reason import translate
 from trainer.launch.signals import Request
 from trainer.outcome import Reason
-from trainer.reclaim.request import Want
+from trainer.reclaim.request import Action
 
 
 def _status(reason: str, step: int = 5, rank: int = 0, message: str = "") -> dict[str, Any]:
     return {"reason": reason, "step": step, "rank": rank, "message": message}
 
 
-STOP = Request(Want.STOP, "SIGTERM", None)
+STOP = Request(Action.STOP, "SIGTERM", None)
 BOTH_STOPPED = [_status("reclaimed"), _status("interrupted", rank=1)]
 
 

@@ -18,7 +18,7 @@ import pytest
 from trainer.config.settings import Config, ReclaimConfig
 from trainer.reclaim import notices
 from trainer.reclaim.notices import Alibaba, Aws, Azure, Command, File, Gcp, Notice, Poller, Watcher
-from trainer.reclaim.request import Want
+from trainer.reclaim.request import Action
 
 Say = Callable[..., str]
 serve = runpy.run_path(str(Path(__file__).with_name("fake_metadata.py")))["serve"]
@@ -54,22 +54,22 @@ def test_aws_without_a_notice_says_nothing(say: Say) -> None:
 @pytest.mark.parametrize("action", ["stop", "terminate"])
 def test_aws_action_and_time(say: Say, action: str) -> None:
     (notice,) = Aws(say(provider="aws", action={"action": action, "time": _in(120)})).poll()
-    assert notice.want is Want.STOP and action in notice.source
+    assert notice.want is Action.STOP and action in notice.source
     assert notice.seconds is not None and 117 < notice.seconds <= 120
 
 
 def test_aws_hibernation_begins_at_once(say: Say) -> None:
     (notice,) = Aws(say(provider="aws", action={"action": "hibernate", "time": _in(-1)})).poll()
-    assert notice.want is Want.STOP and notice.seconds is None
+    assert notice.want is Action.STOP and notice.seconds is None
 
 
 def test_aws_rebalance_recommendation_saves_early_and_once(say: Say) -> None:
     base = say(provider="aws", recommendation={"noticeTime": "2026-10-27T08:22:00Z"})
     aws = Aws(base)
-    assert [notice.want for notice in aws.poll()] == [Want.SAVE]
+    assert [notice.want for notice in aws.poll()] == [Action.SAVE]
     assert aws.poll() == []
     say(provider="aws", recommendation={"noticeTime": "2026-10-27T09:00:00Z"})
-    assert [notice.want for notice in aws.poll()] == [Want.SAVE]
+    assert [notice.want for notice in aws.poll()] == [Action.SAVE]
 
 
 def test_aws_action_that_was_left_over_is_ignored(say: Say) -> None:
@@ -88,21 +88,21 @@ def test_gcp_is_told_within_a_moment_by_its_long_poll(say: Say) -> None:
     threading.Timer(0.3, say, kwargs={"provider": "gcp", "preempted": True}).start()
     began = time.monotonic()
     (notice,) = gcp.poll()
-    assert notice.want is Want.STOP
+    assert notice.want is Action.STOP
     assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize(
     ("kind", "want"),
-    [("Preempt", Want.STOP), ("Terminate", Want.STOP), ("Reboot", Want.SAVE), ("Redeploy", Want.SAVE)],
+    [("Preempt", Action.STOP), ("Terminate", Action.STOP), ("Reboot", Action.SAVE), ("Redeploy", Action.SAVE)],
 )
-def test_azure_events(say: Say, kind: str, want: Want) -> None:
+def test_azure_events(say: Say, kind: str, want: Action) -> None:
     when = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
     event = {"EventId": "1", "EventType": kind, "Resources": ["me"], "EventStatus": "Scheduled", "NotBefore": when}
     azure = Azure(say(provider="azure", events=[event]))
     (notice,) = azure.poll()
     assert notice.want is want
-    if want is Want.STOP:
+    if want is Action.STOP:
         assert notice.seconds is not None and 27 < notice.seconds <= 30
     else:
         assert azure.poll() == []
@@ -174,7 +174,7 @@ def test_file_and_command(tmp_path: Path) -> None:
     sign = tmp_path / "sign"
     assert File(sign).poll() == Command(f"test -e '{sign}'", tmp_path).poll() == []
     sign.touch()
-    assert File(sign).poll()[0].want is Command("test -e sign", tmp_path).poll()[0].want is Want.STOP
+    assert File(sign).poll()[0].want is Command("test -e sign", tmp_path).poll()[0].want is Action.STOP
 
 
 def test_the_watcher_gives_a_notice_without_a_time_the_grace_less_its_interval(tmp_path: Path) -> None:
@@ -191,6 +191,6 @@ def test_the_watcher_gives_a_notice_without_a_time_the_grace_less_its_interval(t
     watcher.start()
     assert heard.wait(10)
     ((notice, deadline),) = told
-    assert notice.want is Want.STOP and deadline is not None
+    assert notice.want is Action.STOP and deadline is not None
     assert 18 < deadline - time.monotonic() <= 19
     watcher.stop()

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 import trainer
+from trainer.processes import STOP_SIGNALS
 from trainer.reclaim import rank as rank_signals
 from trainer.reclaim.rank import Reclaim
 from trainer.reclaim.request import (
-    SIGNALS,
-    Want,
+    Action,
     decide,
     post_request,
     rank_processes,
@@ -33,19 +33,19 @@ PROJECT = Path(trainer.__file__).resolve().parents[1]
 @pytest.fixture(autouse=True)
 def undisturbed() -> Iterator[None]:
     """The handlers of the test runner come back, and no signal is left over."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
     rank_signals._received.clear()
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_asks_to_stop_within_the_grace(number: signal.Signals) -> None:
     with Reclaim(None, grace_s=30) as asked:
-        assert asked.want() is Want.NOTHING
+        assert asked.requested() is Action.NOTHING
         os.kill(os.getpid(), number)
-        assert asked.want() is Want.STOP
+        assert asked.requested() is Action.STOP
         assert asked.source == number.name
         assert asked.deadline is not None and 29 < asked.deadline - time.monotonic() <= 30
         assert asked.interrupted == (number == signal.SIGINT)
@@ -55,16 +55,16 @@ def test_ctrl_c_and_a_reclaim_is_a_reclaim() -> None:
     with Reclaim(None, 30) as asked:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert asked.want() is Want.STOP
+        assert asked.requested() is Action.STOP
         assert not asked.interrupted
 
 
 def test_the_strongest_request_wins_and_a_weaker_one_does_not_undo_it(tmp_path: Path) -> None:
     with Reclaim(tmp_path, 30) as asked:
-        post_request(tmp_path, Want.STOP_UNSAVED, "notice", 5.0)
-        post_request(tmp_path, Want.STOP, "later", 1.0)
+        post_request(tmp_path, Action.STOP_UNSAVED, "notice", 5.0)
+        post_request(tmp_path, Action.STOP, "later", 1.0)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert asked.want() is Want.STOP_UNSAVED
+        assert asked.requested() is Action.STOP_UNSAVED
         assert asked.source == "notice"
         assert asked.deadline == 5.0
 
@@ -72,11 +72,11 @@ def test_the_strongest_request_wins_and_a_weaker_one_does_not_undo_it(tmp_path: 
 def test_an_early_save_is_answered_once_by_one_rank(tmp_path: Path) -> None:
     with Reclaim(tmp_path, 30) as one, Reclaim(tmp_path, 30) as other:
         (tmp_path / f"loading_{os.getpid()}").touch()
-        one.want()
+        one.requested()
         (tmp_path / f"loading_{os.getpid()}").touch()
-        other.want()
-        post_request(tmp_path, Want.SAVE, "rebalance")
-        assert [one.want(), other.want(), one.want()] == [Want.SAVE, Want.NOTHING, Want.NOTHING]
+        other.requested()
+        post_request(tmp_path, Action.SAVE, "rebalance")
+        assert [one.requested(), other.requested(), one.requested()] == [Action.SAVE, Action.NOTHING, Action.NOTHING]
 
 
 def test_the_launcher_hears_of_a_signal_while_the_rank_is_busy(tmp_path: Path) -> None:
@@ -100,13 +100,13 @@ with Reclaim(Path(sys.argv[1]), 30):
         while (request := read_request(tmp_path)) is None:
             assert time.monotonic() < end
         rank.kill()
-    assert request[:2] == (Want.STOP, "SIGTERM")
+    assert request[:2] == (Action.STOP, "SIGTERM")
 
 
 def test_the_launcher_hears_of_a_signal_that_came_before(tmp_path: Path) -> None:
     rank_signals._received.append((signal.SIGTERM, 100.0))
     with Reclaim(tmp_path, 30):
-        assert read_request(tmp_path) == (Want.STOP, "SIGTERM", 130.0, False)
+        assert read_request(tmp_path) == (Action.STOP, "SIGTERM", 130.0, False)
 
 
 def test_beats_tell_how_long_a_step_usually_takes(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_beats_tell_how_long_a_step_usually_takes(tmp_path: Path) -> None:
         assert rank_processes(tmp_path) == [os.getpid()]
         assert read_beats(tmp_path) == {}
         for _ in range(4):
-            asked.want()
+            asked.requested()
         beat = read_beats(tmp_path)[os.getpid()]
         assert beat.count == 4 and 0 < beat.usual_s < 1
         assert 0 <= time.monotonic() - beat.moment < 10
@@ -122,7 +122,7 @@ def test_beats_tell_how_long_a_step_usually_takes(tmp_path: Path) -> None:
 
 def test_a_start_can_be_revoked_until_the_first_step_and_not_after(tmp_path: Path) -> None:
     with Reclaim(tmp_path, 30) as asked:
-        asked.want()
+        asked.requested()
         assert not revoke_start(tmp_path)
         (tmp_path / "loading_1").touch()  # another rank that has not asked yet: no step can have ended
         assert revoke_start(tmp_path)
@@ -130,20 +130,22 @@ def test_a_start_can_be_revoked_until_the_first_step_and_not_after(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("left", "step", "save", "pending", "want"),
+    ("left", "step", "save", "pending", "action"),
     [
-        (30, 1, 10, 0, Want.STOP),
-        (30, 1, 10, 19, Want.STOP),
-        (30, 1, 10, 25, Want.STOP_UNSAVED),
-        (10, 1, 10, 0, Want.STOP_UNSAVED),
-        (0, 1, 10, 0, Want.STOP_UNSAVED),
-        (5, 1, None, 0, Want.STOP),
-        (float("inf"), 100, 1000, 1000, Want.STOP),
+        (30, 1, 10, 0, Action.STOP),
+        (30, 1, 10, 19, Action.STOP),
+        (30, 1, 10, 25, Action.STOP_UNSAVED),
+        (10, 1, 10, 0, Action.STOP_UNSAVED),
+        (0, 1, 10, 0, Action.STOP_UNSAVED),
+        (5, 1, None, 0, Action.STOP),
+        (float("inf"), 100, 1000, 1000, Action.STOP),
     ],
 )
-def test_what_the_time_is_enough_for(left: float, step: float, save: float | None, pending: float, want: Want) -> None:
+def test_what_the_time_is_enough_for(
+    left: float, step: float, save: float | None, pending: float, want: Action
+) -> None:
     decision, why = decide(left, step, save, pending)
-    assert decision is want
+    assert decision is action
     assert "inf" not in why
 
 
@@ -156,8 +158,8 @@ def test_handlers_set_a_flag_and_nothing_else() -> None:
 
 def test_asking_costs_less_than_a_hundredth_of_a_demo_step(tmp_path: Path) -> None:
     with Reclaim(tmp_path, 30) as asked:
-        asked.want()
+        asked.requested()
         began = time.perf_counter()
         for _ in range(1000):
-            asked.want()
+            asked.requested()
         assert (time.perf_counter() - began) / 1000 < 0.001

@@ -27,12 +27,11 @@ import torch
 from torch.distributed.checkpoint import _async_process_executor as executor
 
 from trainer.checkpoint.lease import current_epoch
+from trainer.processes import FORWARDED, STACKS
 
 log = logging.getLogger(__name__)
 
-SIGNALS = [
-    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-]  # fmt: skip
+IGNORED = (*FORWARDED, STACKS)
 NICENESS = 12  # training first: a fifteenth of a core where training keeps it busy, all of it where not
 _ORPHAN_POLL_S = 0.5
 
@@ -68,7 +67,7 @@ def starting() -> Iterator[None]:
     """
     executor._AsyncCheckpointProcess = _Process  # type: ignore[misc]
     resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
     try:
         yield
     finally:
@@ -115,7 +114,7 @@ _settled = False
 
 
 def _ignore_signals() -> None:
-    for number in SIGNALS:
+    for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
 
 
