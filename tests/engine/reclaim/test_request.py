@@ -142,7 +142,7 @@ def test_a_start_can_be_revoked_until_the_first_step_and_not_after(tmp_path: Pat
     ],
 )
 def test_what_the_time_is_enough_for(
-    left: float, step: float, save: float | None, pending: float, want: Action
+    left: float, step: float, save: float | None, pending: float, action: Action
 ) -> None:
     decision, why = decide(left, step, save, pending)
     assert decision is action
