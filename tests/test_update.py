@@ -291,3 +291,102 @@ def test_the_real_template_updates_in_a_subfolder_of_a_repository(
     assert (work / "demo/trainer/novelty.py").is_file()
     assert "New paragraph." in (work / "demo/README.md").read_text()
     assert "# my own line" in (work / "demo/config.yaml").read_text()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The real template and plain Copier: what is the owner's stays the owner's
+
+MODEL, DATA = "tasks/language_model/model.py", "tasks/language_model/data.py"
+
+
+@pytest.fixture
+def demo(scaffold: Scaffold, tmp_path: Path) -> Path:
+    done = scaffold("new", "demo", "--defaults")
+    assert done.returncode == 0, done.stderr
+    return tmp_path / "work/demo"
+
+
+def append(file: Path, text: str) -> None:
+    file.write_text(file.read_text() + text)
+
+
+def updated(machine: Machine, project: Path, *words: str) -> list[str]:
+    """Commit the project, update it with plain Copier and return git's short status, which shows conflicts as UU."""
+    machine.commit(project)
+    done = machine.run(sys.executable, "-m", "copier", "update", *words, cwd=project)
+    assert done.returncode == 0, done.stderr
+    return machine.git("status", "--porcelain", "--untracked-files=all", cwd=project).splitlines()
+
+
+def test_an_update_leaves_the_owners_tasks_alone(machine: Machine, checkout: Path, demo: Path) -> None:
+    """Edited, deleted, of the owner's own, and whatever the template does: changed, renamed, removed, new."""
+    template = checkout / "template"
+    (demo / MODEL).write_text("# mine from the first line on\n")
+    (demo / DATA).unlink()
+    (demo / "tasks/mine").mkdir()
+    (demo / "tasks/mine/__init__.py").write_text('"""Mine."""\n')
+    before = {path: path.read_bytes() for path in (demo / "tasks").rglob("*") if path.is_file()}
+    append(template / MODEL, "# the template's\n")
+    append(template / DATA, "# the template's\n")
+    (template / "tasks/language_model/__init__.py").rename(template / "tasks/language_model/renamed.py")
+    (template / "tasks/language_model/novelty.py").write_text('"""New."""\n')
+    append(template / "trainer/train.py", "# the engine's\n")
+    machine.commit(checkout)
+    assert [line.split()[-1] for line in updated(machine, demo)] == [".copier-answers.yml", "trainer/train.py"]
+    assert {path: path.read_bytes() for path in (demo / "tasks").rglob("*") if path.is_file()} == before
+
+    (template / "tasks/language_model").rename(template / "tasks/moved")
+    machine.commit(checkout)
+    assert [line.split()[-1] for line in updated(machine, demo)] == [".copier-answers.yml"]
+    assert {path: path.read_bytes() for path in (demo / "tasks").rglob("*") if path.is_file()} == before
+
+
+def test_tasks_are_left_alone_whatever_the_project_folder_is_called(
+    scaffold: Scaffold, machine: Machine, checkout: Path, tmp_path: Path
+) -> None:
+    work = tmp_path / "work"
+    scaffold("new", "de[m]o *", "--defaults", "-d", "project_name=demo")
+    (work / "de[m]o *" / DATA).unlink()
+    machine.commit(work / "de[m]o *")
+    append(checkout / "template" / MODEL, "# the template's\n")
+    machine.commit(checkout)
+    done = machine.run(sys.executable, "-m", "copier", "update", "de[m]o *", cwd=work)
+    assert done.returncode == 0, done.stderr
+    assert machine.git("status", "--porcelain", cwd=work / "de[m]o *") == "M .copier-answers.yml"
+
+
+def test_a_project_without_tasks_gets_them(machine: Machine, checkout: Path, demo: Path) -> None:
+    for file in (demo / "tasks").rglob("*.py"):
+        file.unlink()
+    append(checkout / "template" / MODEL, "# the template's\n")
+    machine.commit(checkout)
+    updated(machine, demo)
+    assert (demo / MODEL).read_bytes() == (checkout / "template" / MODEL).read_bytes()
+
+
+def test_copying_the_template_over_a_project_keeps_edited_tasks(
+    machine: Machine, checkout: Path, demo: Path
+) -> None:
+    (demo / MODEL).write_text("# mine\n")
+    append(checkout / "template" / MODEL, "# the template's\n")
+    machine.commit(checkout)
+    done = machine.run(sys.executable, "-m", "copier", "recopy", "--overwrite", cwd=demo)
+    assert done.returncode == 0, done.stderr
+    assert (demo / MODEL).read_text() == "# mine\n"
+
+
+def test_the_two_yaml_files_conflict_only_where_an_answer_changed(machine: Machine, demo: Path) -> None:
+    config, startup = demo / "config.yaml", demo / "startup/nexgpu.yaml"
+    for file, mine in ((config, {"dropout": "0.1", "seed": "7", "steps": "500"}), (startup, {"keep_last": "9"})):
+        text = file.read_text()
+        for key, value in mine.items():
+            text, found = re.subn(rf"(?m)^(  {key}): \S+", rf"\1: {value}", text)
+            assert found == 1, key
+        file.write_text(text)
+    answers = ("--vcs-ref=:current:", "-d", "steps=3000", "-d", "grace_seconds=60")
+    assert [line for line in updated(machine, demo, *answers) if line.startswith("UU")] == ["UU config.yaml"]
+    text = config.read_text()
+    assert text.count("<<<<<<<") == 1 and "  steps: 500" in text and "  steps: 3000" in text
+    assert "  dropout: 0.1" in text and "  seed: 7" in text
+    text = startup.read_text()
+    assert "  keep_last: 9" in text and "  grace_s: 60" in text and "<<<<<<<" not in text
