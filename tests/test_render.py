@@ -293,7 +293,7 @@ CONTROL = ["a\nb", "a\rb", "a\tb", "a\0b", "a\x1bb", "a\x7fb", "a\x85b", "a\u202
 INTERVAL = {"mtbi": "4h", "step_time": "800ms", "save_time": "30s", "save_stall": "3s", "restart_time": "5m"}
 REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
     *(("description", text, {}) for text in [*CONTROL, "", "  ", "x" * 301]),
-    *(("checkpoint_dir", text, {}) for text in [*CONTROL, "", ".", "./", "trainer", "./startup/x", ".git"]),
+    *(("checkpoint_dir", text, {}) for text in [*CONTROL, "", ".", "./", "trainer", "tasks/x", "./startup/x", ".git"]),
     *(
         ("project_name", text, {})
         for text in ["", "A", "1a", "a_b", "a b", "a-", "a\n", "../x", "x" * 41, "ä", "$(id)"]
@@ -391,7 +391,7 @@ def test_an_update_that_makes_answers_impossible_fails_and_changes_nothing(
 
 
 def test_copier_yml_needs_no_trust_and_uses_known_keys_only() -> None:
-    known = {"_min_copier_version", "_subdirectory", "_envops", "_exclude"}
+    known = {"_min_copier_version", "_subdirectory", "_envops", "_exclude", "_skip_if_exists"}
     assert {key for key in COPIER_YML if key.startswith("_")} == known | {
         "_message_after_copy",
         "_message_after_update",
