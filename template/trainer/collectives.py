@@ -10,8 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from trainer.checkpoint.commit import Damaged
-from trainer.outcome import ConfigError, UnavailableError
+from trainer.outcome import ConfigError, Damaged, UnavailableError
 
 T = TypeVar("T")
 

@@ -36,6 +36,10 @@ class UnavailableError(Exception):
     """Something that another start may find mended (lease held, I/O error, too few GPUs). Exit 75. One line."""
 
 
+class Damaged(Exception):
+    """A checkpoint is not what was committed. The text is one line: which file, and what is wrong with it."""
+
+
 class SavesFailed(Exception):
     """`checkpoint.max_failed_saves` saves in a row have failed on all ranks alike. Exit 1. One line."""
 

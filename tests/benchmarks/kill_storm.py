@@ -34,6 +34,7 @@ sys.path.insert(0, str(TEMPLATE))
 
 from trainer.checkpoint import commit as commits  # noqa: E402
 from trainer.ledger import read_ledger, read_records  # noqa: E402
+from trainer.outcome import Damaged  # noqa: E402
 
 SETTINGS = [
     "run.name=storm", "train.steps=100000", "train.eval_every_steps=0", "logging.tensorboard=false",
@@ -195,7 +196,7 @@ def _check_disk(run: Run, newest: int) -> int:
     for commit in complete:
         try:
             commits.verify(commit)
-        except commits.Damaged:
+        except Damaged:
             if commit.directory.exists():  # else that writer's retention removed it meanwhile
                 raise
     if remains := commits.remains(run.run_dir):

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import xxhash
 
-from trainer.outcome import UnavailableError
+from trainer.outcome import Damaged, UnavailableError
 
 Mode = Literal["rename", "manifest"]
 
@@ -38,10 +38,6 @@ _CORRUPT = re.compile(r"corrupt_step_(\d{8,})(?:\.\d+)?")
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 T = TypeVar("T")
-
-
-class Damaged(Exception):
-    """A checkpoint is not what was committed. The text is one line: which file, and what is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +210,11 @@ def complete(run_dir: Path) -> list[Commit]:
                 check_sizes(commit)
                 found.append(commit)
     return found
+
+
+def sizes(run_dir: Path) -> list[int]:
+    """Bytes of each complete checkpoint, of the newest one first."""
+    return [commit.bytes for commit in complete(run_dir)]
 
 
 def candidates(run_dir: Path, mode: Mode) -> Iterator[Path]:

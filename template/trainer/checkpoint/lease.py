@@ -30,8 +30,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from trainer.checkpoint.commit import fsync_directory, write_durably
-from trainer.outcome import UnavailableError
+from trainer.checkpoint.commit import directories, fsync_directory, read_commit, write_durably
+from trainer.ledger import read_ledger
+from trainer.outcome import Damaged, UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +78,6 @@ def current_epoch(run_dir: Path) -> int:
 
 def _highest_attempt(run_dir: Path) -> int:
     """The highest attempt that left a trace in names or ledger: what the epoch falls back to without a lease.json."""
-    from trainer.checkpoint.commit import Damaged, directories, read_commit
-    from trainer.ledger import read_ledger
-
     highest = 0
     with contextlib.suppress(FileNotFoundError):
         for path in run_dir.iterdir():

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 
 from trainer.checkpoint import commit as commits
-from trainer.checkpoint.commit import Commit, Damaged, Mode
+from trainer.checkpoint.commit import Commit, Mode
 from trainer.checkpoint.dcp import process as daemon
 from trainer.checkpoint.dcp.reader import differences, load_into, load_tensors, read_metadata, refuse_differences
 from trainer.checkpoint.dcp.stager import STATE, ArenaPlanner, ArenaStager
@@ -34,7 +34,7 @@ from trainer.collectives import from_main, gather, on_each
 from trainer.config.fingerprint import compare_fingerprints
 from trainer.config.settings import Config
 from trainer.ledger import Ledger, mtbi_s, read_ledger, read_records
-from trainer.outcome import ConfigError, SavesFailed, UnavailableError
+from trainer.outcome import ConfigError, Damaged, SavesFailed, UnavailableError
 from trainer.storage import volume
 
 __all__ = ["Checkpoints", "Resumed", "load_tensors"]

@@ -117,7 +117,8 @@ class Supervisor:
         self.cores = usable_cores()
         self.ranks = decide_ranks(self.given, count_gpus(), self.cores, config.gpu, config.run.provider)
         self._show_plan()
-        for line in capacity.check_room(config, self.ranks.count, self.nodes.count):
+        kept = commit.sizes(config.run_dir)
+        for line in capacity.check_room(config, self.ranks.count, self.nodes.count, kept):
             say(line)
         with ExitStack() as stack:
             self.runtime = Path(tempfile.mkdtemp(prefix="trainer-"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config.settings import Config, ModelConfig
@@ -19,11 +20,12 @@ def estimated_bytes(model: ModelConfig, averages: bool = False) -> int:
     return 4 * parameters * (4 if averages else 3)
 
 
-def check_room(config: Config, ranks: int, nodes: int) -> list[str]:
+def check_room(config: Config, ranks: int, nodes: int, kept: Sequence[int]) -> list[str]:
     """See that checkpoints fit on the disk and their staged copy in memory.
 
     Args:
         ranks: of this node.
+        kept: bytes of the complete checkpoints on the disk, of the newest one first.
 
     Returns:
         What a person should know, one line each.
@@ -31,26 +33,22 @@ def check_room(config: Config, ranks: int, nodes: int) -> list[str]:
     Raises:
         ConfigError: with the numbers, and what to change.
     """
-    line = check_disk(config)
-    check_memory(config, ranks, nodes)
+    line = check_disk(config, kept)
+    check_memory(config, ranks, nodes, kept)
     return [line]
 
 
-def checkpoint_bytes(config: Config) -> tuple[int, str]:
+def checkpoint_bytes(config: Config, kept: Sequence[int]) -> tuple[int, str]:
     """Bytes of one checkpoint, and where the figure is from."""
-    from trainer.checkpoint import commit
-
-    for newest in commit.complete(config.run_dir):
-        return newest.bytes, f"as step {newest.step}"
+    if kept:
+        return kept[0], "as the newest one"
     return estimated_bytes(config.model, config.optim.ema_decay > 0), "estimated from the model"
 
 
-def check_disk(config: Config) -> str:
+def check_disk(config: Config, kept: Sequence[int]) -> str:
     """See that `keep_last` checkpoints and the one being written fit. Raises ConfigError."""
-    from trainer.checkpoint import commit
-
-    size, source = checkpoint_bytes(config)
-    wanted = max(1, config.checkpoint.keep_last + 1 - len(commit.complete(config.run_dir)))
+    size, source = checkpoint_bytes(config, kept)
+    wanted = max(1, config.checkpoint.keep_last + 1 - len(kept))
     if inspect(config.run_dir).kind is Kind.OBJECT_STORE:
         return f"a checkpoint takes {_size(size)} ({source}); an object store does not say how much room it has"
     disk = os.statvfs(config.run_dir)
@@ -63,9 +61,9 @@ def check_disk(config: Config) -> str:
     return f"a checkpoint takes {_size(size)} ({source}); {_size(free)} free on {config.run_dir}"
 
 
-def check_memory(config: Config, ranks: int, nodes: int) -> str:
+def check_memory(config: Config, ranks: int, nodes: int, kept: Sequence[int]) -> str:
     """See that the copies of a save that is being written fit into shared memory. Raises ConfigError."""
-    size, source = checkpoint_bytes(config)
+    size, source = checkpoint_bytes(config, kept)
     staged = size * ranks if config.parallel.strategy == "ddp" else size // nodes
     places = []
     for place, left, remedy in (

@@ -11,11 +11,11 @@ import click
 
 from trainer.checkpoint import commit as commits
 from trainer.checkpoint import retention
-from trainer.checkpoint.commit import Commit, Damaged
+from trainer.checkpoint.commit import Commit
 from trainer.checkpoint.lease import Fenced, current_epoch
 from trainer.config.settings import Config
 from trainer.interval import format_duration
-from trainer.outcome import UnavailableError
+from trainer.outcome import Damaged, UnavailableError
 from trainer.storage import volume
 
 

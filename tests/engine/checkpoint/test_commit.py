@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from trainer.checkpoint import commit as commits
 from trainer.checkpoint import retention
-from trainer.checkpoint.commit import COMMIT, Commit, Damaged, FileSum
+from trainer.checkpoint.commit import COMMIT, Commit, FileSum
 from trainer.checkpoint.lease import Fenced
-from trainer.outcome import UnavailableError
+from trainer.outcome import Damaged, UnavailableError
 
 
 def make(run_dir: Path, step: int, attempt: int = 1, shards: int = 2) -> Commit:

@@ -168,7 +168,7 @@ def test_too_little_room_is_refused_with_the_numbers(tmp_path: Path) -> None:
     config = _config(tmp_path, model=ModelConfig(layers=10_000, width=16384, heads=16))
     config.run_dir.mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"free and 4 more checkpoints of .* TB .*lower checkpoint\.keep_last"):
-        check_room(config, 1, 1)
+        check_room(config, 1, 1, [])
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_too_little_memory_for_the_staged_copy_is_refused(
     config.run_dir.mkdir(parents=True)
     monkeypatch.setattr(capacity, name, lambda: value)
     with pytest.raises(ConfigError, match=message):
-        check_room(config, 1, 1)
+        check_room(config, 1, 1, [])
 
 
 def test_the_estimate_is_that_of_the_model() -> None:

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from trainer.checkpoint import commit as commits
 from trainer.checkpoint import retention
-from trainer.checkpoint.commit import Commit, Damaged
-from trainer.outcome import ConfigError, UnavailableError
+from trainer.checkpoint.commit import Commit
+from trainer.outcome import ConfigError, Damaged, UnavailableError
 
 PER_RANK = "rng."  # names that not every rank asks for
 

@@ -35,6 +35,7 @@ from trainer.checkpoint.dcp.shard import places, write_shard
 from trainer.checkpoint.dcp.stager import ArenaPlanner
 from trainer.checkpoint.lease import commit_lock
 from trainer.ledger import Ledger
+from trainer.outcome import Damaged
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ def _see_all(commit: Commit) -> None:
     while True:
         try:
             return commits.check_sizes(commit)
-        except commits.Damaged:
+        except Damaged:
             if time.monotonic() > give_up:
                 raise
         time.sleep(0.2)
@@ -190,7 +191,7 @@ def publish(commit: Commit, order: Order) -> list[Path]:
                 try:
                     commits.check_sizes(commits.read_commit(order.final))
                     return [retention.remove(order.directory, "rename")]  # that step is committed already
-                except commits.Damaged:
+                except Damaged:
                     gone.append(retention.remove(order.final, "rename"))
             order.directory.rename(order.final)
             commits.fsync_directory(order.run_dir)
