@@ -17,7 +17,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 class _Parsed(click.ParamType):  # type: ignore[type-arg]
-    """A duration or a share, parsed by the template's calculator."""
+    """A duration or a share."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -25,9 +25,9 @@ class _Parsed(click.ParamType):  # type: ignore[type-arg]
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, float):
             return value
-        from scaffold.interval import calculator
+        from scaffold import interval
 
-        parse: Callable[[str], float] = getattr(calculator, f"parse_{self.name}")
+        parse: Callable[[str], float] = getattr(interval, f"parse_{self.name}")
         try:
             return parse(value)
         except ValueError as error:
@@ -106,13 +106,13 @@ def interval(
         raise click.UsageError("give either --mtbi or --interruptions")
     if plot is not None and plot.suffix.lower() not in (".png", ".svg"):
         raise click.BadParameter(f"{plot} must end in .png or .svg", param_hint="--plot")
-    from scaffold.interval import calculator
+    from scaffold.interval import calculator, mtbi_from_log
     from scaffold.interval import plot as draw
 
     try:
         if mtbi is None:
             assert log is not None
-            mtbi = calculator.mtbi_from_log(log)
+            mtbi = mtbi_from_log(log)
         found = calculator.compute_interval(mtbi, step_time, save_time, save_stall, restart_time, badput)
     except ValueError as error:
         raise click.ClickException(str(error)) from error

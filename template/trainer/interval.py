@@ -15,21 +15,26 @@ together. Pure standard library, no imports from the package.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 
-_NUMBER = r"(?:[0-9]{1,9}(?:[.][0-9]{0,9})?|[.][0-9]{1,9})"
-_DURATION = re.compile("".join(rf"(?:{_NUMBER}{unit})?" for unit in ("d", "h", "m", "s", "ms")))
-_BARE = re.compile(_NUMBER)
-_PART = re.compile(r"([0-9.]+)(ms|d|h|m|s|)")
-_MILLISECONDS = {"d": 86_400_000.0, "h": 3_600_000.0, "m": 60_000.0, "s": 1000.0, "ms": 1.0, "": 1000.0}
 _TOLERANCE = 1e-9  # of floors and ceilings: 0.3 / 0.1 is 3, not 2
 
 
 class IntervalError(ValueError):
-    """Input that no interval, duration or share can be made of. The text is one line and says what would do."""
+    """Input that no interval can be made of. The text is one line and says what would do."""
+
+
+@dataclass(frozen=True)
+class Badput:
+    """Shares of the time that a run is meant to train."""
+
+    stall: float  # training stands still while a save is copied: sigma / (N*T + sigma)
+    lost: float  # work that is done again: (S + N*T/2) / M, the figure that badput_target bounds
+    restart: float  # R / M
+
+    @property
+    def total(self) -> float:
+        return self.lost + self.stall + self.restart
 
 
 @dataclass(frozen=True)
@@ -40,9 +45,9 @@ class Interval:
     optimum_steps: int
     ceiling_steps: int
     save_interval_steps: int
-    badput: float  # (S + N*T/2) / M, the figure that badput_target bounds
-    badput_stall: float  # sigma / (N*T + sigma)
-    badput_restart: float  # R / M
+    badput: float  # `Badput.lost`
+    badput_stall: float
+    badput_restart: float
     badput_total: float
     mtbi_s: float
     step_time_s: float
@@ -85,37 +90,52 @@ def compute_interval(
     """
     if save_stall_s is None:
         save_stall_s = save_time_s / 10
-    for name, value in (("MTBI", mtbi_s), ("step time", step_time_s), ("save time", save_time_s)):
-        _in_range(name, value, 1e-12, "above 0")
-    for name, value in (("save stall", save_stall_s), ("restart time", restart_time_s)):
-        _in_range(name, value, 0.0, "0 or more")
+    positive = {"MTBI": mtbi_s, "step time": step_time_s, "save time": save_time_s}
+    for name, value in (positive | {"save stall": save_stall_s, "restart time": restart_time_s}).items():
+        least, right = (1e-12, "above 0") if name in positive else (0.0, "0 or more")
+        if not least <= value <= 1e15:  # false for NaN too
+            raise IntervalError(f"{name} is {value!r} s; it must be {right}, in seconds")
     if not 0 < badput_target < 1:
         raise IntervalError(f"badput target is {badput_target!r}; it must be a share above 0 and below 1, such as 0.05")
 
-    floor_steps = max(1, _ceil(save_time_s / step_time_s))
-    ceiling_steps = _floor(2 * (badput_target * mtbi_s - save_time_s) / step_time_s)
+    floor_steps, optimum_steps, ceiling_steps = _bounds(
+        mtbi_s, step_time_s, save_time_s, save_stall_s, badput_target, headroom=1.0
+    )
     if restart_time_s >= mtbi_s or badput_target * mtbi_s <= save_time_s or ceiling_steps < floor_steps:
         raise IntervalError(_refusal(mtbi_s, step_time_s, save_time_s, restart_time_s, badput_target, floor_steps))
-    optimum_steps = max(1, round((2 * save_stall_s * mtbi_s) ** 0.5 / step_time_s))
     steps = min(max(optimum_steps, floor_steps), ceiling_steps)
-    badput = (save_time_s + steps * step_time_s / 2) / mtbi_s
-    stall = save_stall_s / (steps * step_time_s + save_stall_s)
-    restart = restart_time_s / mtbi_s
+    costs = badput(steps, mtbi_s, step_time_s, save_time_s, save_stall_s, restart_time_s)
     return Interval(
         floor_steps=floor_steps,
         optimum_steps=optimum_steps,
         ceiling_steps=ceiling_steps,
         save_interval_steps=steps,
-        badput=badput,
-        badput_stall=stall,
-        badput_restart=restart,
-        badput_total=badput + stall + restart,
+        badput=costs.lost,
+        badput_stall=costs.stall,
+        badput_restart=costs.restart,
+        badput_total=costs.total,
         mtbi_s=float(mtbi_s),
         step_time_s=float(step_time_s),
         save_time_s=float(save_time_s),
         save_stall_s=float(save_stall_s),
         restart_time_s=float(restart_time_s),
         badput_target=float(badput_target),
+    )
+
+
+def lost_per_interruption_s(steps: float, step_time_s: float, save_time_s: float) -> float:
+    """Seconds of work that an interruption costs on average, S + N*T/2: the save under way and half an interval."""
+    return save_time_s + steps * step_time_s / 2
+
+
+def badput(
+    steps: float, mtbi_s: float, step_time_s: float, save_time_s: float, save_stall_s: float, restart_time_s: float
+) -> Badput:
+    """What a save each `steps` steps costs, for any interval."""
+    return Badput(
+        stall=save_stall_s / (steps * step_time_s + save_stall_s),
+        lost=lost_per_interruption_s(steps, step_time_s, save_time_s) / mtbi_s,
+        restart=restart_time_s / mtbi_s,
     )
 
 
@@ -138,11 +158,11 @@ def retuned(
         slowdown: step time while a save is being written over step time without, 1.0 or more.
     """
     stall_s = save_stall_s + max(0.0, slowdown - 1.0) * save_time_s
-    floor_steps = max(1, _ceil(1.25 * save_time_s / step_time_s))
-    ceiling_steps = _floor(2 * (badput_target * mtbi_s - save_time_s) / step_time_s)
-    optimum_steps = max(1, round((2 * stall_s * mtbi_s) ** 0.5 / step_time_s))
+    floor_steps, optimum_steps, ceiling_steps = _bounds(
+        mtbi_s, step_time_s, save_time_s, stall_s, badput_target, headroom=1.25
+    )
     if ceiling_steps < floor_steps:
-        share = (save_time_s + floor_steps * step_time_s / 2) / mtbi_s
+        share = lost_per_interruption_s(floor_steps, step_time_s, save_time_s) / mtbi_s
         warning = (
             f"no interval keeps badput at {_percent(badput_target)}: saves take {format_duration(save_time_s)}, steps "
             f"{format_duration(step_time_s)}, interruptions come every {format_duration(mtbi_s)}; saving as often as "
@@ -150,33 +170,6 @@ def retuned(
         )
         return Retuned(floor_steps, floor_steps, optimum_steps, ceiling_steps, warning)
     return Retuned(min(max(optimum_steps, floor_steps), ceiling_steps), floor_steps, optimum_steps, ceiling_steps)
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of `4h`, `800ms`, `0.05s`, `1d12h`; a bare number is seconds.
-
-    Raises:
-        IntervalError: `text` is none of these.
-    """
-    stripped = str(text).strip()
-    if not stripped or not (_DURATION.fullmatch(stripped) or _BARE.fullmatch(stripped)):
-        raise IntervalError(f"{text!r} is not a duration; write it like 4h, 800ms, 0.05s, 1d12h or 90 (seconds)")
-    return sum((float(number) * _MILLISECONDS[unit] for number, unit in _PART.findall(stripped)), 0.0) / 1000
-
-
-def parse_share(text: str) -> float:
-    """The share that `5%` or `0.05` means, above 0 and below 1. A bare number of 1 or more is refused: is 5 a percent?
-
-    Raises:
-        IntervalError: `text` is not such a share.
-    """
-    stripped = str(text).strip()
-    number = stripped.removesuffix("%").rstrip()
-    if _BARE.fullmatch(number):
-        value = float(number) / 100 if stripped.endswith("%") else float(number)
-        if 0 < value < 1:
-            return value
-    raise IntervalError(f"{text!r} is not a share above 0 and below 1; write it like 5% or 0.05")
 
 
 def format_duration(seconds: float) -> str:
@@ -208,13 +201,15 @@ def table(interval: Interval) -> str:
         ("chosen", steps, chosen),
     ]
     width = max(len(f"{row[1]:,}") for row in rows)
+
+    def lasts(count: int) -> str:
+        seconds = count * interval.step_time_s
+        return format_duration(float(round(seconds)) if seconds >= 60 else seconds)
+
     lines = [
         f"Save interval for an interruption every {format_duration(interval.mtbi_s)}, "
         f"steps of {format_duration(interval.step_time_s)}, saves of {format_duration(interval.save_time_s)}:",
-        *(
-            f"  {name:<8} {count:>{width},} steps  {format_duration(_readable(count * interval.step_time_s)):<10} {why}"
-            for name, count, why in rows
-        ),
+        *(f"  {name:<8} {count:>{width},} steps  {lasts(count):<10} {why}" for name, count, why in rows),
         f"  expected badput {_percent(interval.badput)} from saves and lost work (target "
         f"{_percent(interval.badput_target)}), {_percent(interval.badput_total)} with stalls "
         f"({_percent(interval.badput_stall)}) and restarts ({_percent(interval.badput_restart)})",
@@ -222,47 +217,14 @@ def table(interval: Interval) -> str:
     return "\n".join(lines)
 
 
-def mtbi_from_log(path: Path | str) -> float:
-    """Mean time between the interruptions of a log: one a line, beginning with its time.
-
-    A time is Unix seconds or ISO 8601 (UTC where it names no zone); what follows it on the line, empty lines and lines
-    that begin with `#` do not matter, nor does the order.
-
-    Returns:
-        Seconds between two interruptions, (last - first) / (number - 1).
-
-    Raises:
-        IntervalError: the file cannot be read, a line has no time, or there are fewer than two different times.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise IntervalError(f"{path}: cannot be read ({error})") from None
-    times = []
-    for number, line in enumerate(lines, start=1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
-            continue
-        time = _time(words[0]) if len(words) == 1 else _time(" ".join(words[:2])) or _time(words[0])
-        if time is None:
-            raise IntervalError(f"{path} line {number}: {words[0]!r} is no time; write Unix seconds or ISO 8601")
-        times.append(time)
-    if len(set(times)) < 2:
-        raise IntervalError(f"{path}: {len(times)} interruptions; an MTBI takes at least two, at different times")
-    return (max(times) - min(times)) / (len(times) - 1)
-
-
-def _time(text: str) -> float | None:
-    try:
-        seconds = float(text)
-        return seconds if math.isfinite(seconds) else None
-    except ValueError:
-        pass
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+def _bounds(
+    mtbi_s: float, step_time_s: float, save_time_s: float, save_stall_s: float, target: float, headroom: float
+) -> tuple[int, int, int]:
+    """Floor, optimum and ceiling in steps; the floor is `headroom` times the duration of a save."""
+    floor_steps = max(1, _ceil(headroom * save_time_s / step_time_s))
+    optimum_steps = max(1, round((2 * save_stall_s * mtbi_s) ** 0.5 / step_time_s))
+    ceiling_steps = _floor(2 * (target * mtbi_s - save_time_s) / step_time_s)
+    return floor_steps, optimum_steps, ceiling_steps
 
 
 def _floor(value: float) -> int:
@@ -273,16 +235,11 @@ def _ceil(value: float) -> int:
     return math.ceil(value - _TOLERANCE * max(1.0, value))
 
 
-def _in_range(name: str, value: float, minimum: float, right: str) -> None:
-    if not minimum <= value <= 1e15:  # false for NaN too
-        raise IntervalError(f"{name} is {value!r} s; it must be {right}, in seconds")
-
-
 def _refusal(
     mtbi_s: float, step_time_s: float, save_time_s: float, restart_time_s: float, target: float, floor_steps: int
 ) -> str:
     """One line: why no interval fits, and the least change of MTBI, target or save time that makes one fit."""
-    least = save_time_s + floor_steps * step_time_s / 2  # lost per interruption at the shortest interval
+    least = lost_per_interruption_s(floor_steps, step_time_s, save_time_s)
     mtbi_needed_s = least / target
     if restart_time_s >= mtbi_s:
         return (
@@ -321,11 +278,6 @@ def _rounded_up(seconds: float) -> float:
 def _rounded_down(seconds: float) -> float:
     grain = _grain(seconds)
     return math.floor(seconds * grain * (1 + 1e-9)) / grain
-
-
-def _readable(seconds: float) -> float:
-    """What a person wants to read: whole seconds from a minute up."""
-    return float(round(seconds)) if seconds >= 60 else seconds
 
 
 def _percent(share: float) -> str:

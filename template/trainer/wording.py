@@ -11,7 +11,7 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 def span(seconds: float | None) -> str:
     """Seconds to three figures in the unit that a person would use, `-` for None.
 
-    For reading: `interval.format_duration` writes them exactly, as the questions and `parse_duration` take them.
+    For reading: `interval.format_duration` writes them exactly, as the questions take them.
     """
     if seconds is None:
         return "-"
