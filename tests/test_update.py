@@ -364,9 +364,7 @@ def test_a_project_without_tasks_gets_them(machine: Machine, checkout: Path, dem
     assert (demo / MODEL).read_bytes() == (checkout / "template" / MODEL).read_bytes()
 
 
-def test_copying_the_template_over_a_project_keeps_edited_tasks(
-    machine: Machine, checkout: Path, demo: Path
-) -> None:
+def test_copying_the_template_over_a_project_keeps_edited_tasks(machine: Machine, checkout: Path, demo: Path) -> None:
     (demo / MODEL).write_text("# mine\n")
     append(checkout / "template" / MODEL, "# the template's\n")
     machine.commit(checkout)

@@ -105,9 +105,11 @@ def train(
         if gpus is not None and gpus != ranks:
             raise ConfigError(f"--gpus is {gpus} and train is 1 of {ranks} ranks; start {gpus} of them with launch")
         config = load_config(overrides)
+        from trainer.run import Start
+        from trainer.task import build_task
         from trainer.train import train as run
 
-        reason, step = run(config, runtime=runtime, attempt=attempt, accepted=accepted)
+        reason, step = run(config, build_task(config), Start(runtime, attempt, accepted))
         code = FINISHED if reason in (Reason.FINISHED, Reason.RECLAIMED, Reason.INTERRUPTED) else 1
         if runtime is None and reason is not Reason.FINISHED:
             code = config.restart.exit_reclaimed
@@ -246,16 +248,3 @@ def export(overrides: tuple[str, ...], output: Path, step: int | None, averaged:
     from trainer.tools.export import export as run
 
     sys.exit(run(overrides, output, step=step, averaged=averaged))
-
-
-@main.command()
-@click.option("--prompt", default="def ", show_default=True)
-@click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True)
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True)
-@click.option("--step", type=int, help="Which checkpoint; default: the newest complete one.")
-@_settings
-def sample(overrides: tuple[str, ...], prompt: str, tokens: int, temperature: float, step: int | None) -> None:
-    """Let the newest checkpoint write."""
-    from tasks.language_model.sample import sample as run
-
-    sys.exit(run(overrides, prompt, tokens=tokens, temperature=temperature, step=step))

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainer.config.settings import Config
 from trainer.interval import format_duration
 from trainer.ledger import Records, read_ledger, read_records
+from trainer.task import Task
 
 log = logging.getLogger(__name__)
 
@@ -27,19 +29,20 @@ _PEAK_TFLOPS = {
 }  # fmt: skip
 
 
-class Metrics:
-    """Rank 0's record of training; a resumed run's TensorBoard curves drop the steps that were rewound.
+_NOT_CURVES = {"step", "samples", "batch_hash", "seconds", "attempt"}
+_SHOWN_OTHERWISE = _NOT_CURVES | {"loss", "val_loss", "lr", "grad_norm", "units_per_s", "mfu"}
 
-    Args:
-        flops_per_token: of forward and backward, for the share of the devices' peak (MFU) where that is known.
-    """
+
+class Metrics:
+    """Rank 0's record of training; a resumed run's TensorBoard curves drop the steps that were rewound."""
 
     def __init__(
-        self, config: Config, attempt: int, *, first_step: int, flops_per_token: float, device: torch.device, ranks: int
-    ) -> None:
-        self.config, self.attempt = config, attempt
-        self.tokens = config.data.global_batch * config.data.sequence_length
-        self.flops_per_step = flops_per_token * self.tokens
+        self, config: Config, attempt: int, task: Task, model: nn.Module, *, first_step: int, device: torch.device,
+        ranks: int,
+    ) -> None:  # fmt: skip
+        self.config, self.attempt, self.unit = config, attempt, task.unit
+        self.units = config.data.global_batch * task.units_per_sample  # of a step
+        self.flops = self.units * task.flops_per_unit(model)
         self.peak = ranks * 1e12 * _peak_tflops(device)
         self.records = Records(config.run_dir, "metrics", attempt)
         self.board: Any = None
@@ -51,17 +54,18 @@ class Metrics:
         self._newest: deque[float] = deque(maxlen=20)  # seconds of the newest steps, without the first
 
     def step(self, step: int, values: Mapping[str, Any], moment: float) -> None:
-        """Record one optimizer step: `values` are loss, lr, grad_norm, samples, batch_hash and perhaps val_loss.
+        """Record one optimizer step: `values` are loss, lr, grad_norm, samples, batch_hash and what the task counts.
 
         Args:
-            moment: of its end, `time.perf_counter()`.
+            moment: of its end, `time.perf_counter()` less what is no part of a step.
         """
-        seconds, self.before = moment - self.before, moment
-        tokens_per_s = self.tokens / seconds
-        line = {"step": step, **values, "tokens_per_s": round(tokens_per_s, 1), "attempt": self.attempt}
-        mfu = self.flops_per_step / seconds / self.peak if self.peak else None
-        if mfu is not None:
-            line["mfu"] = round(mfu, 4)
+        seconds, self.before = max(moment - self.before, 1e-9), moment
+        line = {
+            "step": step, **values, "seconds": round(seconds, 6), "units_per_s": round(self.units / seconds, 1),
+            "attempt": self.attempt,
+        }  # fmt: skip
+        if self.peak and self.flops:
+            line["mfu"] = round(self.flops / seconds / self.peak, 4)
         with self._volume_may_fail():
             self.records.write(line)
         with self._volume_may_fail():
@@ -70,25 +74,25 @@ class Metrics:
         if step > self.first_step:
             self._newest.append(seconds)
         if step % self.config.logging.every_steps == 0 or step in (self.first_step, steps) or "val_loss" in values:
-            self._print(step, line, mfu)
+            self._print(step, line)
 
     def _draw(self, step: int, line: Mapping[str, Any]) -> None:
         try:
-            for name in ("loss", "lr", "grad_norm", "tokens_per_s", "val_loss", "mfu"):
-                if name in line and self.board is not None:
-                    self.board.add_scalar(name, line[name], step)
+            for name in line.keys() - _NOT_CURVES if self.board is not None else ():
+                self.board.add_scalar(name, line[name], step)
         except OSError:
             self.board = None  # it stays broken; `flush` opens another one
             raise
 
-    def _print(self, step: int, line: Mapping[str, Any], mfu: float | None) -> None:
+    def _print(self, step: int, line: Mapping[str, Any]) -> None:
         steps = self.config.train.steps
         parts = [f"step {step:>{len(str(steps))}}/{steps}", f"loss {line['loss']:.4f}"]
         if "val_loss" in line:
             parts.append(f"validation {line['val_loss']:.4f}")
-        parts += [f"lr {line['lr']:.2e}", f"grad {line['grad_norm']:.2f}", f"{line['tokens_per_s']:,.0f} tokens/s"]
-        if mfu is not None:
-            parts.append(f"MFU {mfu:.0%}")
+        parts += [f"{name} {line[name]:.4f}" for name in line if name not in _SHOWN_OTHERWISE]
+        parts += [f"lr {line['lr']:.2e}", f"grad {line['grad_norm']:.2f}", f"{line['units_per_s']:,.0f} {self.unit}/s"]
+        if "mfu" in line:
+            parts.append(f"MFU {line['mfu']:.0%}")
         if self._newest and step < steps:
             parts.append(f"{format_duration(round(statistics.median(self._newest) * (steps - step)))} left")
         print("   ".join(parts), flush=True)

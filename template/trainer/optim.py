@@ -48,6 +48,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
+def scale_gradients(model: nn.Module, weight: Tensor) -> None:
+    """Divide the gradients, sums over the global batch, by its `weight`, a scalar on the device; 0 leaves them."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
+    if local:
+        torch._foreach_div_(local, torch.where(weight > 0, weight, 1.0).to(local[0].dtype))
+
+
 def clip_gradients(model: nn.Module, largest: float) -> Tensor:
     """Scale the gradients so that their norm over all ranks is at most `largest` (0: leave them).
 

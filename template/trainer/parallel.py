@@ -1,4 +1,5 @@
-"""Process groups, the device mesh, and the model laid out over it: FSDP2, HSDP or DDP, over NCCL or gloo."""
+"""Process groups, the device mesh, and the model laid out over it: FSDP2 that shards, replicates or both, over NCCL or
+gloo."""
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config.settings import Config
 from trainer.outcome import ConfigError
@@ -76,63 +76,60 @@ def _failing() -> bool:
 
 
 def mesh_of(config: Config, world: World) -> DeviceMesh:
-    """One dimension of all ranks, or for HSDP (nodes to replicate over, ranks of a node to shard over)."""
-    if config.parallel.strategy != "hsdp":
+    """The layout of `parallel.strategy`: all ranks to shard over (fsdp), or (ranks to replicate over, ranks to shard
+    over): nodes and the ranks of a node for hsdp, all ranks and one for ddp.
+
+    Raises:
+        ConfigError: hsdp, and the nodes have different numbers of ranks.
+    """
+    strategy = config.parallel.strategy
+    if strategy == "fsdp":
         return init_device_mesh(world.device.type, (world.size,))
-    fewest_and_most = torch.tensor([world.local_size, -world.local_size])
+    sharded = world.local_size if strategy == "hsdp" else 1
+    fewest_and_most = torch.tensor([sharded, -sharded])
     dist.all_reduce(fewest_and_most, op=dist.ReduceOp.MIN, group=world.control)
-    if int(fewest_and_most.sum()) or world.size % world.local_size:
+    if int(fewest_and_most.sum()) or world.size % sharded:
         raise ConfigError(
-            f"parallel.strategy is 'hsdp' and {world.size} ranks do not divide into nodes of {world.local_size}; "
+            f"parallel.strategy is 'hsdp' and {world.size} ranks do not divide into nodes of {sharded}; "
             f"it must be fsdp or ddp where nodes differ"
         )
-    shape = (world.size // world.local_size, world.local_size)
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(world.device.type, (world.size // sharded, sharded), mesh_dim_names=("replicate", "shard"))
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     """What forward and backward run in: fp32 on CPUs and bf16 on accelerators that have it, unless configured."""
     if config.train.dtype != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.train.dtype]
-    return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    return (
+        torch.bfloat16
+        if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        else torch.float32
+    )
 
 
-def distribute(model: nn.Module, config: Config, world: World) -> nn.Module:
-    """Lay `model` (on the CPU, equal on all ranks) out over the ranks; parameters stay fp32, gradients reduce in fp32.
-
-    Returns:
-        The module to call. Its parameters are those of `unwrap(it)`.
-    """
+def distribute(model: nn.Module, config: Config, world: World) -> None:
+    """Lay `model` (on the CPU, equal on all ranks) out over the ranks, in place: parameters stay fp32, gradients are
+    plain sums over the ranks in fp32."""
     model.to(world.device)
+    blocks = getattr(model, "blocks", None) or []
     if config.train.compile:
         torch._inductor.config.fallback_random = True  # so that compiled and eager dropout masks agree
-        for block in getattr(model, "blocks", [model]):
+        for block in blocks or [model]:
             block.compile()
-    if config.parallel.strategy == "ddp":
-        ids = [world.device.index] if world.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=ids, find_unused_parameters=True, gradient_as_bucket_view=True)
     mesh = mesh_of(config, world)
-    dtype = compute_dtype(config, world.device)
-    # RoPE's tables stay fp32, as under DDP.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in getattr(model, "blocks", []):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module with the plain parameter names, whatever the strategy."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    # Inputs are not cast: tables such as RoPE's stay fp32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype(config, world.device), reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for part in [*blocks, model]:
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no multiplied sum
 
 
 @contextlib.contextmanager
 def accumulating(model: nn.Module, *, last: bool) -> Iterator[None]:
     """Around one micro-batch: gradients are reduced over the ranks in the last one only."""
-    if isinstance(model, DistributedDataParallel) and not last:
-        with model.no_sync():
-            yield
-        return
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
     yield

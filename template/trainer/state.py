@@ -121,7 +121,7 @@ def _zeros(saved: Any) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Random-number streams, for code of the user's own: the trainer itself seeds each micro-batch (see `train.py`)
+# Random-number streams, for code of the user's own: the trainer itself seeds each micro-batch (see `run.py`)
 
 
 def seed_all(seed: int) -> None:

@@ -7,25 +7,12 @@ import os
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from trainer.config.settings import Config, home
-from trainer.outcome import ConfigError
-
-
-class Samples(Protocol):
-    """What the trainer needs of a dataset."""
-
-    identity: dict[str, Any]  # goes into the fingerprint: a resume on other data is refused
-
-    def __len__(self) -> int: ...
-
-    def samples(self, numbers: np.ndarray, epochs: np.ndarray) -> torch.Tensor:
-        """Tokens, int64 [len(numbers), sequence_length + 1]. Randomness may depend on (seed, epoch, number) only."""
-        ...
+from trainer.task import Config, ConfigError, home
 
 
 class TokenSamples:
@@ -60,8 +47,8 @@ class TokenSamples:
         return torch.from_numpy(tokens)
 
 
-def build_dataset(config: Config) -> tuple[Samples, Samples]:
-    """Training and validation samples of `data.path`. The corpus has to be there: see `prepare_corpus`.
+def open_samples(config: Config, *, validation: bool) -> TokenSamples:
+    """Training or validation samples of `data.path`. The corpus has to be there: see `prepare_corpus`.
 
     Raises:
         ConfigError: no such file, too short, or of another format.
@@ -77,8 +64,7 @@ def build_dataset(config: Config) -> tuple[Samples, Samples]:
         tokens = _mapped(path, right, lambda: np.memmap(path, dtype=dtype, mode="r"))
     if path.suffix == ".npy" and (tokens.ndim != 1 or tokens.dtype.kind not in "iu"):
         raise ConfigError(f"{path}: holds {tokens.dtype} {tokens.shape}; it must be one row of whole numbers")
-    made = [TokenSamples(tokens, config, identity, validation=held_out) for held_out in (False, True)]
-    return made[0], made[1]
+    return TokenSamples(tokens, config, identity, validation=validation)
 
 
 def _mapped(path: Path, right: str, read: Callable[[], np.ndarray]) -> np.ndarray:

@@ -1,8 +1,4 @@
-"""A small modern decoder-only transformer: RoPE, RMSNorm, SwiGLU, tied embeddings.
-
-`build_model` is the place to put your own: any module whose forward takes tokens [batch, sequence] and returns logits
-[batch, sequence, vocabulary]. Give it `blocks` (a ModuleList) and they are sharded and compiled one by one.
-"""
+"""A small modern decoder-only transformer: RoPE, RMSNorm, SwiGLU, tied embeddings."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.config.settings import Config, ModelConfig
+from tasks.language_model.settings import ModelConfig
 
 
 class Attention(nn.Module):
@@ -109,15 +105,3 @@ class Transformer(nn.Module):
             else:
                 x = block(x, cos, sin)
         return F.linear(self.norm(x), self.embedding.weight)
-
-
-def build_model(config: Config) -> nn.Module:
-    """The model of this run, on the CPU in fp32, initialised from the global generator (seeded by the caller)."""
-    return Transformer(config.model, config.data.sequence_length, config.train.activation_checkpointing)
-
-
-def flops_per_token(model: nn.Module, config: Config) -> float:
-    """Floating-point operations of forward and backward for one token: 6 per parameter and 12·layers·width·sequence
-    for attention (Chowdhery et al. 2022, appendix B)."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return 6 * parameters + 12 * config.model.layers * config.model.width * config.data.sequence_length

@@ -1,35 +1,29 @@
-"""Let a checkpoint write text, byte by byte."""
+"""Let a checkpoint write text, byte by byte: `python -m tasks.language_model.sample --prompt "def "`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
 
 import click
 import torch
 
-from tasks.language_model.model import build_model
-from trainer.config.load import load_config
-from trainer.outcome import ConfigError
-from trainer.tools.export import load_weights
+from trainer.run import load_trained
+from trainer.task import ConfigError, load_config
 
 
 @torch.no_grad()
-def sample(overrides: Sequence[str], prompt: str, *, tokens: int, temperature: float, step: int | None) -> int:
-    """Print `prompt` and `tokens` bytes that the model continues it with. Returns the exit code."""
+def sample(overrides: tuple[str, ...], prompt: str, tokens: int, temperature: float, step: int | None) -> str:
+    """`prompt` and `tokens` bytes that the model of the newest complete checkpoint (or of `step`) goes on with.
+
+    Raises:
+        ConfigError: no such checkpoint, one of another model, or tokens that are no bytes.
+    """
     config = load_config(overrides)
     if config.data.path.endswith((".bin", ".npy")):
         raise ConfigError(f"data.path is {config.data.path!r}; sample knows bytes, not the tokens of such a file")
     if not prompt:
         raise ConfigError("--prompt is empty; give the model something to continue")
-    weights, step = load_weights(config, step)
-    model = build_model(config)
-    try:
-        model.load_state_dict(weights, strict=True)
-    except RuntimeError as error:
-        line = str(error).splitlines()[-1].strip()
-        raise ConfigError(
-            f"step {step} is of another model ({line}); give the model.* settings it was trained with"
-        ) from None
+    model, _ = load_trained(config, step)
     model.eval()
     text = list(prompt.encode())
     for _ in range(tokens):
@@ -38,5 +32,23 @@ def sample(overrides: Sequence[str], prompt: str, *, tokens: int, temperature: f
             text.append(int(logits.argmax()))
         else:
             text.append(int(torch.multinomial((logits / temperature).softmax(-1), 1)))
-    click.echo(bytes(text).decode(errors="replace"))
-    return 0
+    return bytes(text).decode(errors="replace")
+
+
+@click.command()
+@click.option("--prompt", default="def ", show_default=True)
+@click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True)
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True)
+@click.option("--step", type=int, help="Which checkpoint; default: the newest complete one.")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+def main(overrides: tuple[str, ...], prompt: str, tokens: int, temperature: float, step: int | None) -> None:
+    """Let the newest checkpoint write."""
+    try:
+        click.echo(sample(overrides, prompt, tokens, temperature, step))
+    except ConfigError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(78)
+
+
+if __name__ == "__main__":
+    main()

@@ -212,11 +212,6 @@ def complete(run_dir: Path) -> list[Commit]:
     return found
 
 
-def sizes(run_dir: Path) -> list[int]:
-    """Bytes of each complete checkpoint, of the newest one first."""
-    return [commit.bytes for commit in complete(run_dir)]
-
-
 def candidates(run_dir: Path, mode: Mode) -> Iterator[Path]:
     """Directories that may be complete, newest first.
 

@@ -24,7 +24,7 @@ def fingerprint(config: Config) -> dict[str, Any]:
         for name, section in sections.items()
         for each in dataclasses.fields(section)
     }
-    values["train.steps"] = config.train.steps
+    values |= {"task": config.task, "train.steps": config.train.steps}
     return {key: value for key, value in values.items() if key not in _FREE}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.config.settings import FILE_SECTIONS, PROJECT, SECTIONS, Config, Invalid
+from trainer.config.settings import FILE_SECTIONS, PROJECT, Config, Invalid, sections_of
 from trainer.outcome import ConfigError
 
 
@@ -26,19 +26,31 @@ def load_config(overrides: Iterable[str] = (), project: Path = PROJECT) -> Confi
     for file, names in FILE_SECTIONS.items():
         for key, value in _read(project / file, file, names).items():
             values[key] = (value, str(file))
+    overrides = list(overrides)
+    for override in overrides:
+        if override.startswith("task="):
+            values["task"] = (override.removeprefix("task="), "command line")
+    task, where = values.pop("task", (Config.task, "default"))
+    try:
+        kinds = sections_of(str(task))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    for key, (_, where) in values.items():
+        _known(key, where, kinds)
     given = set()
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"command line: {override!r} is not KEY=VALUE, such as train.steps=100")
-        _known(key, "command line")
-        values[key] = (value, "command line")
-        given.add(key)
+        if key != "task":
+            _known(key, "command line", kinds)
+            values[key] = (value, "command line")
+            given.add(key)
     if "checkpoint.every_steps" in given and "checkpoint.retune" not in given:
         values["checkpoint.retune"] = (False, "command line")
 
     sections: dict[str, Any] = {}
-    for section, kind in SECTIONS.items():
+    for section, kind in kinds.items():
         hints = typing.get_type_hints(kind)
         fields = {}
         for name in hints:
@@ -51,7 +63,7 @@ def load_config(overrides: Iterable[str] = (), project: Path = PROJECT) -> Confi
             key = f"{section}.{invalid.name}"
             value, where = values.get(key, (getattr(kind, invalid.name, None), "default"))
             raise ConfigError(f"{where}: {key} is {value!r}; it must be {invalid.right}") from None
-    return Config(**sections, project=project)
+    return Config(**sections, task=str(task), project=project)
 
 
 def _read(path: Path, shown: Path, sections: tuple[str, ...]) -> dict[str, Any]:
@@ -74,8 +86,11 @@ def _read(path: Path, shown: Path, sections: tuple[str, ...]) -> dict[str, Any]:
         return {}
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{shown}: holds {tree!r}; it must be sections of keys ({', '.join(sections)})")
-    values = {}
+    values: dict[str, Any] = {}
     for section, body in tree.items():
+        if section == "task" and "model" in sections:
+            values["task"] = body
+            continue
         if section not in sections:
             others = [str(file) for file, names in FILE_SECTIONS.items() if section in names]
             hint = f"it belongs in {others[0]}" if others else f"the sections are {', '.join(sections)}"
@@ -83,26 +98,24 @@ def _read(path: Path, shown: Path, sections: tuple[str, ...]) -> dict[str, Any]:
         if body is not None and not isinstance(body, Mapping):
             raise ConfigError(f"{shown}: {section} is {body!r}; it must be a section of keys")
         for name, value in (body or {}).items():
-            key = f"{section}.{name}"
-            _known(key, str(shown))
-            values[key] = value
+            values[f"{section}.{name}"] = value
     return values
 
 
-def _known(key: str, where: str) -> None:
+def _known(key: str, where: str, kinds: Mapping[str, type]) -> None:
     import difflib
 
     section = key.partition(".")[0]
-    every = [f"{one}.{each.name}" for one, kind in SECTIONS.items() for each in dataclasses.fields(kind)]
+    every = [f"{one}.{each.name}" for one, kind in kinds.items() for each in dataclasses.fields(kind)]
     if key in every:
         return
     close = difflib.get_close_matches(key, every, n=1, cutoff=0.6)
     if close:
         hint = f"did you mean {close[0]}?"
-    elif section in SECTIONS:
-        hint = f"{section} has {', '.join(each.name for each in dataclasses.fields(SECTIONS[section]))}"
+    elif section in kinds:
+        hint = f"{section} has {', '.join(each.name for each in dataclasses.fields(kinds[section]))}"
     else:
-        hint = f"the sections are {', '.join(SECTIONS)}"
+        hint = f"the sections are {', '.join(kinds)}"
     raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
 
 

@@ -7,7 +7,10 @@ This module imports nothing heavy, since the launcher and every report start wit
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import re
+import sys
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,14 +31,14 @@ class Invalid(ValueError):
         self.name, self.right = name, right
 
 
-def _require(condition: bool, name: str, right: str) -> None:
+def require(condition: bool, name: str, right: str) -> None:
     if not condition:
         raise Invalid(name, right)
 
 
-def _at_least(section: Any, minimum: float, *names: str) -> None:
+def at_least(section: Any, minimum: float, *names: str) -> None:
     for name in names:
-        _require(getattr(section, name) >= minimum, name, f"{minimum} or more")
+        require(getattr(section, name) >= minimum, name, f"{minimum} or more")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -43,46 +46,23 @@ def _at_least(section: Any, minimum: float, *names: str) -> None:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """The decoder-only transformer of `model.py`."""
-
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-    vocabulary: int = 256  # bytes; set it to your tokenizer's size with a token file
-    feed_forward: int = 0  # hidden width; 0: 8/3 of the width, rounded up to a multiple of 64
-    dropout: float = 0.0
-    rope_base: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "layers", "width", "heads", "vocabulary")
-        _at_least(self, 0, "feed_forward")
-        _require(
-            self.width % self.heads == 0 and self.width // self.heads % 2 == 0,
-            "heads",
-            f"a divisor of model.width ({self.width}) that leaves an even width per head",
-        )
-        _require(0 <= self.dropout < 1, "dropout", "at least 0 and below 1")
+class NoSettings:
+    """The section `model:` of a task that has none."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The samples of `data.py` and the global batch of `batch.py`."""
+    """The global batch, its order and its loader. A task adds keys of its own to `data:` in a subclass of this."""
 
-    path: str = ""  # empty: the standard library's source; else a text file, a folder of them, or tokens (.bin, .npy)
-    token_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"  # of a .bin token file
-    sequence_length: int = 256  # tokens
     global_batch: int = 32  # samples per optimizer step, whatever the number of GPUs
     micro_batch: int = 4  # samples per forward pass of one rank
     workers: int = 0  # data-loader processes per rank
     prefetch: int = 2  # batches that each worker prepares ahead
     seed: int = 0
-    validation_share: float = 0.01
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "sequence_length", "global_batch", "micro_batch", "prefetch")
-        _at_least(self, 0, "workers", "seed")
-        _require(0 < self.validation_share < 0.5, "validation_share", "above 0 and below 0.5")
+        at_least(self, 1, "global_batch", "micro_batch", "prefetch")
+        at_least(self, 0, "workers", "seed")
 
 
 @dataclass(frozen=True)
@@ -101,11 +81,11 @@ class OptimConfig:
     fused: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, "lr", "above 0")
-        _at_least(self, 0, "warmup_steps", "weight_decay", "gradient_clip", "epsilon")
-        _require(0 <= self.min_lr_share <= 1, "min_lr_share", "between 0 and 1")
+        require(self.lr > 0, "lr", "above 0")
+        at_least(self, 0, "warmup_steps", "weight_decay", "gradient_clip", "epsilon")
+        require(0 <= self.min_lr_share <= 1, "min_lr_share", "between 0 and 1")
         for name in ("beta1", "beta2", "ema_decay"):
-            _require(0 <= getattr(self, name) < 1, name, "at least 0 and below 1")
+            require(0 <= getattr(self, name) < 1, name, "at least 0 and below 1")
 
 
 @dataclass(frozen=True)
@@ -120,8 +100,8 @@ class TrainConfig:
     eval_batches: int = 2  # global batches per evaluation
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "steps", "eval_batches")
-        _at_least(self, 0, "eval_every_steps")
+        at_least(self, 1, "steps", "eval_batches")
+        at_least(self, 0, "eval_every_steps")
 
 
 @dataclass(frozen=True)
@@ -139,7 +119,7 @@ class LoggingConfig:
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "every_steps")
+        at_least(self, 1, "every_steps")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,7 +134,7 @@ class RunConfig:
     provider: Literal["local", "nexgpu", "aws", "gcp", "azure", "runpod", "vast", "slurm", "kubernetes"] = "local"
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             not self.name or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.name) is not None,
             "name",
             "letters, digits, '.', '_' and '-' only, beginning with a letter or digit",
@@ -169,7 +149,7 @@ class ImageConfig:
     allow_tag: bool = False
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             not self.ref or self.allow_tag or re.search(r"@sha256:[0-9a-f]{64}$", self.ref) is not None,
             "ref",
             "pinned by digest (NAME@sha256:…), or image.allow_tag true",
@@ -185,8 +165,8 @@ class GpuConfig:
     on_count_change: Literal["rescale", "hold", "fail"] = "rescale"
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "count", "min_count")
-        _require(self.min_count <= self.count, "min_count", f"at most gpu.count ({self.count})")
+        at_least(self, 1, "count", "min_count")
+        require(self.min_count <= self.count, "min_count", f"at most gpu.count ({self.count})")
 
 
 @dataclass(frozen=True)
@@ -198,8 +178,8 @@ class NodesConfig:
     port: int = 29400
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "count")
-        _require(1 <= self.port <= 65535, "port", "between 1 and 65535")
+        at_least(self, 1, "count")
+        require(1 <= self.port <= 65535, "port", "between 1 and 65535")
 
 
 @dataclass(frozen=True)
@@ -210,7 +190,7 @@ class VolumeConfig:
     allow_ephemeral: bool = False  # accept memory, a container layer or an instance's own disk
 
     def __post_init__(self) -> None:
-        _require(not self.mount or self.mount.startswith("/"), "mount", "an absolute path, or empty for none")
+        require(not self.mount or self.mount.startswith("/"), "mount", "an absolute path, or empty for none")
 
 
 @dataclass(frozen=True)
@@ -233,12 +213,12 @@ class CheckpointConfig:
     badput_target: float = 0.05
 
     def __post_init__(self) -> None:
-        _require(bool(self.dir), "dir", "a path")
-        _at_least(self, 1, "every_steps", "keep_last", "max_failed_saves")
-        _at_least(self, 0, "keep_every_steps", "save_stall_s", "restart_time_s")
+        require(bool(self.dir), "dir", "a path")
+        at_least(self, 1, "every_steps", "keep_last", "max_failed_saves")
+        at_least(self, 0, "keep_every_steps", "save_stall_s", "restart_time_s")
         for name in ("deadline_s", "mtbi_s", "step_time_s", "save_time_s"):
-            _require(getattr(self, name) > 0, name, "above 0")
-        _require(0 < self.badput_target < 1, "badput_target", "a share above 0 and below 1, such as 0.05")
+            require(getattr(self, name) > 0, name, "above 0")
+        require(0 < self.badput_target < 1, "badput_target", "a share above 0 and below 1, such as 0.05")
 
 
 @dataclass(frozen=True)
@@ -249,8 +229,8 @@ class ReclaimConfig:
     notice: str = "auto"  # auto, none, aws, gcp, azure, alibaba, file:PATH, command:COMMAND
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "grace_s")
-        _require(
+        at_least(self, 0, "grace_s")
+        require(
             self.notice in ("auto", "none", "aws", "gcp", "azure", "alibaba")
             or (self.notice.startswith(("file:", "command:")) and not self.notice.endswith(":")),
             "notice",
@@ -269,9 +249,9 @@ class RestartConfig:
     restart_stuck: bool = False
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "max_crash_restarts", "backoff_s")
-        _require(self.stuck_after_s > 0, "stuck_after_s", "above 0")
-        _require(
+        at_least(self, 0, "max_crash_restarts", "backoff_s")
+        require(self.stuck_after_s > 0, "stuck_after_s", "above 0")
+        require(
             1 <= self.exit_reclaimed <= 255 and self.exit_reclaimed != CONFIG,
             "exit_reclaimed",
             f"between 1 and 255 and not {CONFIG}",
@@ -290,8 +270,9 @@ def home(path: str) -> Path:
 class Config:
     """Both files as one object; `config.data.global_batch` is the key `data.global_batch`."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    task: str = "language_model"  # a folder of tasks/
+    model: Any = field(default_factory=NoSettings)  # `ModelConfig` of tasks/<task>/settings.py
+    data: Any = field(default_factory=DataConfig)  # `DataConfig` there
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -325,6 +306,41 @@ FILE_SECTIONS = {
     CONFIG_FILE: ("model", "data", "optim", "train", "parallel", "logging"),
     STARTUP_FILE: ("run", "image", "gpu", "nodes", "volume", "checkpoint", "reclaim", "restart"),
 }
-SECTIONS: dict[str, type] = {
-    name: typing.get_type_hints(Config)[name] for names in FILE_SECTIONS.values() for name in names
+ENGINE_SECTIONS: dict[str, type] = {
+    name: typing.get_type_hints(Config)[name]
+    for names in FILE_SECTIONS.values()
+    for name in names
+    if name not in ("model", "data")
 }
+
+
+def sections_of(task: str) -> dict[str, type]:
+    """The dataclass of every section, `model` and `data` from the `settings.py` of `task`, in the files' order.
+
+    That file is loaded by itself: the launcher reads settings, and the rest of a task imports torch.
+
+    Raises:
+        ConfigError: there is no such task, or its settings are not what they must be.
+    """
+    kinds = {"model": NoSettings, "data": DataConfig} | ENGINE_SECTIONS
+    place = PROJECT / "tasks" / task
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", task) or not (place / "__init__.py").is_file():
+        there = ", ".join(sorted(path.parent.name for path in PROJECT.glob("tasks/*/__init__.py")))
+        raise ConfigError(f"task is {task!r}; it must be a folder of tasks/ with an __init__.py ({there})")
+    name, file = f"tasks.{task}.settings", place / "settings.py"
+    if name not in sys.modules and file.is_file():
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    for section, class_name in (("model", "ModelConfig"), ("data", "DataConfig")):
+        kind = getattr(sys.modules.get(name), class_name, kinds[section])
+        if not dataclasses.is_dataclass(kind) or (section == "data" and not issubclass(kind, DataConfig)):
+            base = " and a subclass of trainer.task.DataConfig" if section == "data" else ""
+            raise ConfigError(f"{file}: {class_name} must be a frozen dataclass{base}")
+        kinds[section] = kind
+    return {section: kinds[section] for names in FILE_SECTIONS.values() for section in names}

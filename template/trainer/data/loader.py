@@ -1,30 +1,39 @@
-"""The micro-batches of one rank, step after step."""
+"""The micro-batches of one rank, step after step, prepared ahead by data-loader workers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from tasks.language_model.data import Samples
-from trainer.config.settings import Config
+from trainer.config.settings import DataConfig
 from trainer.data.order import SampleOrder, batch_checksum, derive_seed
 from trainer.data.plan import BatchPlan, MicroBatch
 from trainer.reclaim.rank import worker_ignore_signals
+from trainer.task import Samples
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank on its way to the model."""
+    """One micro-batch on its way to the model."""
 
     index: int  # its number in the global batch
-    tokens: torch.Tensor  # int64 [micro_batch, sequence_length + 1]
-    real: int  # the first `real` samples count, the rest is padding
-    witness: tuple[int, int]  # of the samples that count
+    samples: Any  # what the task's `samples` gave
+    is_padding: bool  # repeats a sample, for ranks with fewer micro-batches; carries no weight
+    checksum: tuple[int, int]  # of the sample numbers: see `order.batch_checksum`
+
+    def pin_memory(self) -> Batch:
+        """For the data loader: a copy from which a GPU reads without holding up the host."""
+        return replace(self, samples=tree_map(lambda value: value.pin_memory(), self.samples))
+
+    def to(self, device: torch.device) -> Any:
+        """The samples on `device`."""
+        return tree_map(lambda value: value.to(device, non_blocking=True), self.samples)
 
 
 @dataclass(frozen=True)
@@ -54,10 +63,11 @@ class _MicroBatches(Dataset[Batch]):
         self.source = samples
 
     def __getitem__(self, request: _Request) -> Batch:
-        mine = request.micro_batch
-        tokens = self.source.samples(request.numbers, request.epochs)
-        ran = batch_checksum(np.asarray(mine.positions[: mine.real], dtype=np.int64), request.numbers[: mine.real])
-        return Batch(mine.index, tokens, mine.real, ran)
+        mine, numbers = request.micro_batch, request.numbers
+        samples = self.source.samples(numbers, request.epochs)
+        positions = np.asarray(mine.positions, dtype=np.int64)
+        checksum = (0, 0) if mine.is_padding else batch_checksum(positions, numbers)
+        return Batch(mine.index, samples, mine.is_padding, checksum)
 
 
 def _as_is(batch: Any) -> Any:
@@ -65,8 +75,9 @@ def _as_is(batch: Any) -> Any:
 
 
 def loader(
-    samples: Samples, config: Config, plan: BatchPlan, rank: int, *, consumed: int, steps: int, seed: int, workers: int
-) -> Iterator[Sequence[Batch]]:
+    samples: Samples, settings: DataConfig, plan: BatchPlan, rank: int, *, consumed: int, steps: int, seed: int,
+    workers: int = 0, pin: bool = False,
+) -> Iterator[Sequence[Batch]]:  # fmt: skip
     """Yield, for each of `steps` optimizer steps after `consumed` samples, the micro-batches that `rank` runs.
 
     Its workers' seeds come from a generator of its own: a loader takes nothing from the streams of the user's code.
@@ -79,10 +90,11 @@ def loader(
             sampler=requests,
             collate_fn=_as_is,
             num_workers=workers,
-            prefetch_factor=config.data.prefetch if workers else None,
+            prefetch_factor=settings.prefetch if workers else None,
             worker_init_fn=worker_ignore_signals,
             generator=torch.Generator().manual_seed(derive_seed("loader", seed, rank, consumed)),
             multiprocessing_context="fork" if workers else None,  # else the token file would be pickled
+            pin_memory=pin,
         )
     )
     for _ in range(steps):

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainer.wording import counted
+
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass: `positions` in the global batch (always m of them), of which the first `real` count."""
+    """One forward pass: the samples at `positions` of the global batch."""
 
     index: int  # k, its number in the global batch; padding is numbered on from there, differently on each rank
     positions: Sequence[int]
-    real: int
+    is_padding: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class BatchPlan:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of one global batch that hold a real sample."""
+        """Micro-batches of one global batch; the last one may be smaller than the others."""
         return -(-self.global_batch // self.micro_batch)
 
     @property
@@ -41,29 +43,26 @@ class BatchPlan:
 
     @property
     def padding_share(self) -> float:
-        """Share of the samples run that carry no weight, 0 to 1."""
-        return 1 - self.global_batch / (self.world_size * self.micro_batches_per_rank * self.micro_batch)
+        """Share of the forward passes that carry no weight, 0 to 1."""
+        return 1 - self.micro_batches / (self.world_size * self.micro_batches_per_rank)
 
     def of_rank(self, rank: int) -> list[MicroBatch]:
         """The micro-batches that `rank` runs, in order."""
         fewer, more = divmod(self.micro_batches, self.world_size)
         first = rank * fewer + min(rank, more)
-        mine = range(first, first + fewer + (rank < more))
-        plan = [self._micro_batch(index) for index in mine]
+        plan = []
+        for index in range(first, first + fewer + (rank < more)):
+            start = index * self.micro_batch
+            plan.append(MicroBatch(index, range(start, min(start + self.micro_batch, self.global_batch))))
         while len(plan) < self.micro_batches_per_rank:
-            plan.append(MicroBatch(self.micro_batches + rank, [0] * self.micro_batch, real=0))
+            plan.append(MicroBatch(self.micro_batches + rank, [0] * min(self.micro_batch, self.global_batch), True))
         return plan
-
-    def _micro_batch(self, index: int) -> MicroBatch:
-        start = index * self.micro_batch
-        real = min(self.micro_batch, self.global_batch - start)
-        return MicroBatch(index, [start + min(offset, real - 1) for offset in range(self.micro_batch)], real)
 
     def describe(self) -> str:
         """One line for a person: what each rank runs, and what share of it is padding."""
-        batches, ranks = "es" * (self.micro_batches != 1), "s" * (self.world_size != 1)
         line = (
-            f"{self.global_batch} samples a step = {self.micro_batches} micro-batch{batches} of {self.micro_batch} "
-            f"on {self.world_size} rank{ranks}: {self.micro_batches_per_rank} each"
+            f"{counted(self.global_batch, 'sample')} a step = "
+            f"{counted(self.micro_batches, 'micro-batch', 'micro-batches')} of {self.micro_batch} "
+            f"on {counted(self.world_size, 'rank')}: {self.micro_batches_per_rank} each"
         )
         return line + (f", {self.padding_share:.0%} of them padding" if self.padding_share > 0 else "")

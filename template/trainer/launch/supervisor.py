@@ -117,9 +117,10 @@ class Supervisor:
         self.cores = usable_cores()
         self.ranks = decide_ranks(self.given, count_gpus(), self.cores, config.gpu, config.run.provider)
         self._show_plan()
-        kept = commit.sizes(config.run_dir)
-        for line in capacity.check_room(config, self.ranks.count, self.nodes.count, kept):
-            say(line)
+        if found := commit.complete(config.run_dir):  # else rank 0 looks, once it has the model
+            size, source = found[0].bytes, f"as step {found[0].step}"
+            for line in capacity.check_room(config, size, source, self.ranks.count, self.nodes.count, len(found)):
+                say(line)
         with ExitStack() as stack:
             self.runtime = Path(tempfile.mkdtemp(prefix="trainer-"))
             stack.callback(shutil.rmtree, self.runtime, ignore_errors=True)

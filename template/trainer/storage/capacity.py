@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config.settings import Config, ModelConfig
+from trainer.config.settings import Config
 from trainer.outcome import ConfigError
 from trainer.storage.mount import Kind, inspect
 
 
-def estimated_bytes(model: ModelConfig, averages: bool = False) -> int:
-    """Bytes of a checkpoint of the model in `model.py`: fp32 weights and two moments, and averaged weights if kept."""
-    hidden = model.feed_forward or 64 * -(-8 * model.width // (3 * 64))
-    layer = 4 * model.width**2 + 3 * model.width * hidden + 2 * model.width
-    parameters = model.vocabulary * model.width + model.layers * layer + model.width
-    return 4 * parameters * (4 if averages else 3)
-
-
-def check_room(config: Config, ranks: int, nodes: int, kept: Sequence[int]) -> list[str]:
+def check_room(config: Config, checkpoint_bytes: int, source: str, ranks: int, nodes: int, complete: int) -> list[str]:
     """See that checkpoints fit on the disk and their staged copy in memory.
 
     Args:
+        checkpoint_bytes: of one checkpoint; `source` says in words where the figure is from.
         ranks: of this node.
-        kept: bytes of the complete checkpoints on the disk, of the newest one first.
+        complete: checkpoints that are there already.
 
     Returns:
         What a person should know, one line each.
@@ -33,22 +25,14 @@ def check_room(config: Config, ranks: int, nodes: int, kept: Sequence[int]) -> l
     Raises:
         ConfigError: with the numbers, and what to change.
     """
-    line = check_disk(config, kept)
-    check_memory(config, ranks, nodes, kept)
+    line = check_disk(config, checkpoint_bytes, source, complete)
+    check_memory(config, checkpoint_bytes, source, ranks, nodes)
     return [line]
 
 
-def checkpoint_bytes(config: Config, kept: Sequence[int]) -> tuple[int, str]:
-    """Bytes of one checkpoint, and where the figure is from."""
-    if kept:
-        return kept[0], "as the newest one"
-    return estimated_bytes(config.model, config.optim.ema_decay > 0), "estimated from the model"
-
-
-def check_disk(config: Config, kept: Sequence[int]) -> str:
+def check_disk(config: Config, size: int, source: str, complete: int) -> str:
     """See that `keep_last` checkpoints and the one being written fit. Raises ConfigError."""
-    size, source = checkpoint_bytes(config, kept)
-    wanted = max(1, config.checkpoint.keep_last + 1 - len(kept))
+    wanted = max(1, config.checkpoint.keep_last + 1 - complete)
     if inspect(config.run_dir).kind is Kind.OBJECT_STORE:
         return f"a checkpoint takes {_size(size)} ({source}); an object store does not say how much room it has"
     disk = os.statvfs(config.run_dir)
@@ -61,10 +45,10 @@ def check_disk(config: Config, kept: Sequence[int]) -> str:
     return f"a checkpoint takes {_size(size)} ({source}); {_size(free)} free on {config.run_dir}"
 
 
-def check_memory(config: Config, ranks: int, nodes: int, kept: Sequence[int]) -> str:
+def check_memory(config: Config, size: int, source: str, ranks: int, nodes: int) -> str:
     """See that the copies of a save that is being written fit into shared memory. Raises ConfigError."""
-    size, source = checkpoint_bytes(config, kept)
-    staged = size * ranks if config.parallel.strategy == "ddp" else size // nodes
+    strategy = config.parallel.strategy  # what each node holds of the state: see `parallel.mesh_of`
+    staged = size * ranks if strategy == "ddp" else size if strategy == "hsdp" else size // nodes
     places = []
     for place, left, remedy in (
         ("/dev/shm", _free_shared_memory(), "make it larger (docker run --shm-size, an emptyDir of medium Memory)"),

@@ -35,7 +35,7 @@ from trainer.interval import IntervalError, compute_interval
 from trainer.ledger import read_ledger, read_records, save_time_s
 from trainer.machine import gpus, nodes
 from trainer.machine.gpus import Ranks
-from trainer.outcome import RECLAIMED, ConfigError, Damaged, UnavailableError
+from trainer.outcome import RECLAIMED, ConfigError, UnavailableError
 from trainer.reclaim import notices
 from trainer.reclaim import request as requests
 from trainer.storage import capacity, mount, volume
@@ -141,7 +141,18 @@ def check_storage(config: Config) -> Iterator[Check]:
         yield Check("commit", "ok", "a directory was written, synced and renamed there")
     else:
         yield Check("commit", "ok", "directories do not rename atomically there: COMMIT.json last is the commit")
-    yield _refusal("disk", lambda: capacity.check_disk(config, commits.sizes(config.run_dir)))
+    size, source, complete = size_of_checkpoint(config)
+    yield _refusal("disk", lambda: capacity.check_disk(config, size, source, complete))
+
+
+def size_of_checkpoint(config: Config) -> tuple[int, str, int]:
+    """Bytes of one checkpoint, where the figure is from, and how many complete ones there are."""
+    found = commits.complete(config.run_dir)
+    if found:
+        return found[0].bytes, f"as step {found[0].step}", len(found)
+    from trainer.task import build_task, checkpoint_bytes
+
+    return checkpoint_bytes(build_task(config)), "estimated from the model", 0
 
 
 def _refusal(name: str, check: Callable[[], str]) -> Check:
@@ -201,7 +212,8 @@ def check_ranks(config: Config) -> Iterator[Check]:
         plan.describe(),
         f"a data.global_batch of {fits} costs the same time (for a new run: it changes the numbers)" if wasted else "",
     )
-    yield _refusal("memory", lambda: capacity.check_memory(config, ranks.count, count, commits.sizes(config.run_dir)))
+    size, source, _ = size_of_checkpoint(config)
+    yield _refusal("memory", lambda: capacity.check_memory(config, size, source, ranks.count, count))
 
 
 def _installed(package: str) -> str | None:
@@ -317,7 +329,7 @@ def check_history(config: Config) -> Iterator[Check]:
     if save_s is None and not config.run_dir.is_dir():
         save_s, source = config.checkpoint.save_time_s, "assumed"
     elif save_s is None:
-        size, _ = capacity.checkpoint_bytes(config, commits.sizes(config.run_dir))
+        size, _, _ = size_of_checkpoint(config)
         save_s, source = _OVER_A_WRITE * timed_write(config.run_dir, size), "estimated from a write of that size"
     step_s = next(one.measured for one in found.assumptions if one.key == "checkpoint.step_time_s")
     yield check_grace(config, found.current_steps, step_s or config.checkpoint.step_time_s, save_s, source)
@@ -509,7 +521,7 @@ def check_checkpoints(config: Config) -> Iterator[Check]:
         else:
             commits.check_file(newest, newest.metadata)
             how = "its sizes and metadata hold; `python -m trainer checkpoints verify` reads the rest"
-    except Damaged as damage:
+    except commits.Damaged as damage:
         yield Check(
             "checkpoint",
             "fail",

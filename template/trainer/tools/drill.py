@@ -33,12 +33,9 @@ from trainer.ledger import read_ledger
 from trainer.machine.gpus import count_gpus
 from trainer.metrics import read_metrics
 from trainer.outcome import FINISHED, ConfigError
+from trainer.task import build_task
 
 _POLL_S = 0.02
-_SMALL = {  # on CPUs, so that a drill takes minutes at most; whatever is given on the command line wins
-    "model.layers": 2, "model.width": 64, "model.heads": 4, "model.feed_forward": 0, "data.sequence_length": 64,
-    "data.global_batch": 32, "data.micro_batch": 4, "optim.warmup_steps": 4,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,15 +63,15 @@ class Check:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What the interruption cost. Seconds from the SIGKILL, and tokens per second of steady steps."""
+    """What the interruption cost. Seconds from the SIGKILL, and units (tokens, samples) per second of steady steps."""
 
     killed_after_step: int
     resumed_from_step: int
     start_s: float  # until all ranks were there and the checkpoint was loaded
     first_step_s: float  # until the first new step was in the metrics
     load_s: float  # of start_s, the checkpoint
-    tokens_per_s_before: float
-    tokens_per_s_after: float
+    units_per_s_before: float
+    units_per_s_after: float
 
 
 class RunFailed(Exception):
@@ -138,14 +135,18 @@ def drill(overrides: Sequence[str], *, save_ranks: int, resume_ranks: int, steps
 def _settings(overrides: Sequence[str], steps: int, small: bool) -> list[str]:
     """What both runs are started with: defaults, then what was given, then what makes it a drill."""
     given = {override.partition("=")[0] for override in overrides}
-    defaults = {key: value for key, value in _SMALL.items() if small and key not in given}
+    defaults = build_task(load_config(overrides)).small if small else {}  # whatever is given on the command line wins
     fixed = {
         "train.steps": steps, "train.eval_every_steps": 0, "logging.tensorboard": "false", "nodes.count": 1,
         "checkpoint.every_steps": max(1, steps // 6), "checkpoint.retune": "false", "checkpoint.keep_last": steps,
         "volume.mount": "", "volume.allow_ephemeral": "true", "reclaim.notice": "none",
         "restart.max_crash_restarts": 0,
     }  # fmt: skip
-    return [*(f"{key}={value}" for key, value in defaults.items()), *overrides, *(f"{k}={v}" for k, v in fixed.items())]
+    return [
+        *(f"{key}={value}" for key, value in defaults.items() if key not in given),
+        *overrides,
+        *(f"{k}={v}" for k, v in fixed.items()),
+    ]
 
 
 def _is_precise(config: Config, gpus: int) -> bool:
@@ -283,14 +284,14 @@ def _recovery(config: Config, before: Sequence[Mapping[str, Any]], killed: float
         start_s=round(started["time"] - killed, 2),
         first_step_s=round(first_step_s, 2),
         load_s=resumed[-1]["load_s"] if resumed else 0.0,
-        tokens_per_s_before=_steady(before),
-        tokens_per_s_after=_steady(after),
+        units_per_s_before=_steady(before),
+        units_per_s_after=_steady(after),
     )
 
 
 def _steady(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Median tokens per second without the first two steps, which warm up."""
-    return float(statistics.median(line["tokens_per_s"] for line in (lines[2:] or lines)))
+    """Median units per second without the first two steps, which warm up."""
+    return float(statistics.median(line["units_per_s"] for line in (lines[2:] or lines)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -403,8 +404,8 @@ def _print(checks: Sequence[Check], recovery: Recovery, save_ranks: int, resume_
         f"{recovery.first_step_s - recovery.start_s:.1f} s for the step"
     )
     click.echo(
-        f"   {recovery.tokens_per_s_before:,.0f} tokens/s on {_ranks(save_ranks)} before, "
-        f"{recovery.tokens_per_s_after:,.0f} on {resume_ranks} after"
+        f"   {recovery.units_per_s_before:,.0f} units/s on {_ranks(save_ranks)} before, "
+        f"{recovery.units_per_s_after:,.0f} on {resume_ranks} after"
     )
 
 

@@ -7,28 +7,10 @@ from pathlib import Path
 
 import click
 import torch
-from torch import Tensor
 
-from trainer.checkpoint.save import load_tensors
 from trainer.config.load import load_config
-from trainer.config.settings import Config
 from trainer.outcome import ConfigError
-
-
-def load_weights(config: Config, step: int | None, averaged: bool = False) -> tuple[dict[str, Tensor], int]:
-    """Weights of a verified checkpoint by parameter name, on the CPU, and its step; no process group is needed.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or none with averaged weights.
-    """
-    tensors, step = load_tensors(config.run_dir, step, prefixes=("model.", "ema.") if averaged else ("model.",))
-    weights = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
-    if averaged:
-        means = {name.removeprefix("ema."): value for name, value in tensors.items() if name.startswith("ema.")}
-        if not means:
-            raise ConfigError(f"step {step} has no averaged weights; train with optim.ema_decay above 0 to keep some")
-        weights |= means
-    return weights, step
+from trainer.run import load_weights
 
 
 def export(overrides: Sequence[str], output: Path, *, step: int | None, averaged: bool) -> int:
