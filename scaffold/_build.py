@@ -32,7 +32,7 @@ class CarryTemplate(BuildHookInterface):  # type: ignore[type-arg]
         elif carried.is_file():  # this is an unpacked sdist
             built = carried
         else:
-            bundle.from_files(root, built)
+            raise RuntimeError(f"{root} has neither a git history nor {carried.name}: build it from a git clone")
         build_data["force_include"][str(built)] = f"scaffold/{bundle.NAME}"
         if self.target_name == "wheel":
             build_data["force_include"][str(root / "template/trainer/interval.py")] = "scaffold/_interval.py"

@@ -9,7 +9,6 @@ ref, where it can be read without git.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,52 +70,23 @@ def from_history(root: Path, target: Path) -> Tip:
         raise GitError(f"no commit of {root} holds copier.yml and template/")
     objects = (root / git("rev-parse", "--git-path", "objects", cwd=root)).resolve()
     with tempfile.TemporaryDirectory(prefix="scaffold-bundle-") as scratch:
-        repo = _empty_repo(Path(scratch))
+        repo = Path(scratch)
+        git("init", "--quiet", "--initial-branch=main", "--template=", cwd=repo)
+        (repo / ".git/objects/info").mkdir(exist_ok=True)
         (repo / ".git/objects/info/alternates").write_text(f"{objects}\n")
-        _append(repo, states, before=0)
+        _commit(repo, states)
         return _write(repo, target, len(states))
 
 
-def from_files(root: Path, target: Path) -> Tip:
-    """Add the files as they lie in `root` to the bundle `target`, or begin it: for an archive without `.git`."""
-    with tempfile.TemporaryDirectory(prefix="scaffold-bundle-") as scratch:
-        repo = _empty_repo(Path(scratch))
-        before, newest = 0, None
-        if target.is_file():
-            tip = read_tip(target)
-            git("fetch", "--quiet", "--update-head-ok", str(target), "refs/heads/main:refs/heads/main", cwd=repo)
-            before, newest = tip.states, _state(repo, tip.commit)
-        shutil.copyfile(root / "copier.yml", repo / "copier.yml")
-        shutil.copytree(root / "template", repo / "template", ignore=shutil.ignore_patterns("__pycache__", ".*_cache"))
-        git("-c", "core.autocrlf=false", "add", "--all", "--force", cwd=repo)
-        state = _state(repo, git("write-tree", cwd=repo))
-        if state == newest:
-            return read_tip(target)
-        _append(repo, [state], before)
-        return _write(repo, target, before + 1)
-
-
-def _empty_repo(path: Path) -> Path:
-    git("init", "--quiet", "--initial-branch=main", "--template=", cwd=path)
-    (path / ".git/objects/info").mkdir(exist_ok=True)
-    return path
-
-
-def _state(repo: Path, tree: str) -> _State:
-    return _State(git("rev-parse", f"{tree}:copier.yml", cwd=repo), git("rev-parse", f"{tree}:template", cwd=repo))
-
-
-def _append(repo: Path, states: list[_State], before: int) -> None:
-    """Put one commit for each state on top of the `before` commits that are there."""
+def _commit(repo: Path, states: list[_State]) -> None:
+    """Make the chain: one commit for each state."""
     stream = []
-    for number, state in enumerate(states, start=before + 1):
+    for number, state in enumerate(states, start=1):
         message = f"Template, state {number}\n"
-        parent = "from refs/heads/main^0\n" if number == before + 1 and before else ""
         stream.append(
             f"commit refs/heads/main\n"
             f"committer {_IDENTITY} {_FIRST_SECOND + number} +0000\n"
             f"data {len(message)}\n{message}"
-            f"{parent}"
             f"M 100644 {state.copier_yml} copier.yml\n"
             f"M 040000 {state.template} template\n"
         )

@@ -141,7 +141,10 @@ def _compare_newest(
         say("FAIL", f"the newest template cannot be rendered with {ANSWERS}: {error}")
         return
     names = {*_files(old), *_files(new)} - {ANSWERS}
-    changed = sorted(name for name in names if not _same(old / name, new / name))
+    owners = (project / "tasks").is_dir()  # no update touches it
+    changed = sorted(
+        name for name in names if not (owners and name.startswith("tasks/")) and not _same(old / name, new / name)
+    )
     if changed:
         say("info", f"template {newest.commit} is there; `copier update` would bring changes of: {', '.join(changed)}")
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -72,7 +73,7 @@ def create(request: Request) -> None:
                 click.echo("\n" + calculator.table(interval) + "\n")
             if not request.dry_run:
                 click.confirm(f"Write the project to {request.path}?", default=True, abort=True)
-        again = _again(request, rendered.answers, source, staging) if asking and rendered else _command(request, given)
+        again = _command(request, _chosen(source, staging, rendered.answers) if asking and rendered else given)
         if not request.dry_run:
             answers = rendered.answers if rendered else {}
             rendered = render(source.url, source.ref, staging, answers, defaults=True)
@@ -243,21 +244,17 @@ def _tracking_repository(target: Path) -> str:
     return "" if succeeds("check-ignore", "--quiet", str(target), cwd=place) else outer
 
 
-def _again(request: Request, answers: Mapping[str, Any], source: Source, staging: Path) -> str:
-    """The command that gives the same answers without asking: only what differs from the defaults.
-
-    Defaults depend on earlier answers, so the differences are collected until nothing differs.
-    """
+def _chosen(source: Source, staging: Path, answers: Mapping[str, Any]) -> dict[str, Any]:
+    """The answers that differ from what `--defaults` alone gives, and those whose default names one that does."""
     from scaffold.render import render
 
-    different: dict[str, Any] = {}
-    for _ in answers:
-        defaults = render(source.url, source.ref, staging, different, defaults=True, write=False).answers
-        missing = {key: value for key, value in answers.items() if defaults.get(key) != value}
-        if not missing:
-            break
-        different |= missing
-    return _command(request, different)
+    plain = render(source.url, source.ref, staging, {}, defaults=True, write=False)
+    chosen: dict[str, Any] = {}
+    for key, answer in answers.items():
+        names = re.findall(r"\w+", str(plain.questions[key].get("default")))
+        if answer != plain.answers.get(key) or not chosen.keys().isdisjoint(names):
+            chosen[key] = answer
+    return chosen
 
 
 def _command(request: Request, data: Mapping[str, Any]) -> str:

@@ -43,11 +43,8 @@ def resolve(source: str | None = None, ref: str | None = None) -> Source:
     """
     if source is not None:
         return _named(source, ref)
-    if _holds_template(_ROOT):
-        try:
-            return _checkout(_ROOT, ref)
-        except SourceError as error:
-            return _archive(_ROOT, ref, str(error))
+    if (_ROOT / "copier.yml").is_file():
+        return _checkout(_ROOT, ref)
     return _recorded(ref) or _wheel(ref)
 
 
@@ -78,14 +75,12 @@ def _named(source: str, ref: str | None) -> Source:
     return Source(source if known else f"git+{source}", ref)
 
 
-def _holds_template(root: Path) -> bool:
-    return (root / "copier.yml").is_file() and (root / "template").is_dir()
-
-
 def _checkout(root: Path, ref: str | None) -> Source:
     """The work tree at `root`, at its newest release if the template is as it was there, else at HEAD."""
     if not (root / ".git").exists():
-        raise SourceError(f"{root} is not the root of a git repository, so projects made from it could not be updated")
+        raise SourceError(
+            f"{root} is not the root of a git repository, so its projects could not be updated: clone it with git"
+        )
     try:
         head = git("rev-parse", "--verify", f"{ref or 'HEAD'}^{{commit}}", cwd=root)
     except GitError as error:
@@ -107,18 +102,6 @@ def _checkout(root: Path, ref: str | None) -> Source:
     elif newest:
         notes.append(f"the template has changed since {newest}: `copier update` will wait for the release after it")
     return Source(str(root), head, tuple(notes))
-
-
-def _archive(root: Path, ref: str | None, reason: str) -> Source:
-    """The files at `root`, which git cannot serve: put into a bundle of their own, one commit for each state."""
-    if ref:
-        raise SourceError(f"--ref {ref}: {reason}")
-    stored = Path("~") / STORE / "archive.bundle"
-    try:
-        tip = bundle.from_files(root, stored.expanduser())
-    except (GitError, ValueError, OSError) as error:
-        raise SourceError(f"{reason}; and it could not be packed: {error}") from error
-    return Source(str(stored), tip.commit, (f"{reason}: using a packed copy of it, {stored}",))
 
 
 def _recorded(ref: str | None) -> Source | None:

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import struct
 import subprocess
@@ -323,15 +324,25 @@ def test_asked_on_a_terminal_it_shows_the_interval_and_writes_after_a_yes(
 def test_where_the_usual_target_does_not_fit_one_that_does_is_offered(
     machine: Machine, checkout: Path, tmp_path: Path
 ) -> None:
-    terminal = Terminal(machine, checkout, tmp_path, "new", "demo", "-d", "mtbi=20m", "-d", "save_time=60s")
+    given = {"mtbi": "20m", "save_time": "60s", "provider": "aws", "volume_mount": ""}
+    words = [word for key, value in given.items() for word in ("-d", f"{key}={value}")]
+    terminal = Terminal(machine, checkout, tmp_path, "new", "demo", *words)
     for key, prompt in prompts(checkout).items():
-        if key not in ("mtbi", "save_time"):
+        if key not in given:
             terminal.wait(prompt)
             terminal.press("\r")
     terminal.wait("Write the project to demo?")
     terminal.press("\r")
     assert terminal.end() == 0, terminal.text
-    assert yaml.safe_load((tmp_path / "demo/.copier-answers.yml").read_text())["badput_target"] == "7.5%"
+    answers = yaml.safe_load((tmp_path / "demo/.copier-answers.yml").read_text())
+    assert (answers["badput_target"], answers["deploy_targets"]) == ("7.5%", ["vm"])
+
+    command = re.search(r"^  scaffold (new demo --defaults .*)", terminal.text, re.M)  # the same without questions
+    assert command and "global_batch" not in command[1]
+    again = machine.python(
+        checkout, "-m", "scaffold", *shlex.split(command[1]), "--json", "--dry-run", cwd=machine.home
+    )
+    assert json.loads(again.stdout)["answers"] == {k: v for k, v in answers.items() if not k.startswith("_")}
 
 
 def test_interrupted_at_a_question_it_leaves_nothing(machine: Machine, checkout: Path, tmp_path: Path) -> None:

@@ -87,19 +87,6 @@ def test_a_worktree_has_the_same_bundle(machine: Machine, template: Path, tmp_pa
     assert bundle.from_history(tmp_path / "tree", tmp_path / "2.bundle") == expected
 
 
-def test_files_without_history_get_a_bundle_that_grows(machine: Machine, template: Path, tmp_path: Path) -> None:
-    with_git = bundle.from_history(template, tmp_path / "git.bundle")
-    shutil.rmtree(template / ".git")
-    (template / "template/__pycache__").mkdir()
-    (template / "template/__pycache__/x.pyc").write_text("")
-    packed = tmp_path / "files.bundle"
-    assert bundle.from_files(template, packed) == with_git
-    assert bundle.from_files(template, packed) == with_git  # nothing changed
-    (template / "template/a.txt").write_text("two\n")
-    assert bundle.from_files(template, packed).states == 2
-    assert commits(machine, packed, tmp_path / "clone")[0] == with_git.commit
-
-
 def test_what_is_no_bundle_of_ours_is_said_so(machine: Machine, template: Path, tmp_path: Path) -> None:
     machine.git("bundle", "create", "--quiet", tmp_path / "foreign.bundle", "HEAD", cwd=template)
     (tmp_path / "text.bundle").write_text("hello\n")
@@ -244,12 +231,9 @@ def test_an_installation_without_a_template_says_so(tmp_path: Path, wheel: Calla
         resolve()
 
 
-def test_an_unpacked_archive_is_packed(machine: Machine, template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unpacked_archive_is_refused_in_one_line(template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree(template / ".git")
     monkeypatch.setattr(source, "_ROOT", template)
-    found = resolve()
-    assert found.url == "~/.local/share/scaffold/archive.bundle"
-    assert found.ref == bundle.read_tip(machine.home / ".local/share/scaffold/archive.bundle").commit
-    assert "not the root of a git repository" in found.notes[0]
-    with pytest.raises(SourceError, match="--ref v1"):
-        resolve(None, "v1")
+    with pytest.raises(SourceError, match=r"not the root of a git repository.*clone it with git") as refused:
+        resolve()
+    assert "\n" not in str(refused.value)

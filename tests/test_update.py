@@ -318,7 +318,9 @@ def updated(machine: Machine, project: Path, *words: str) -> list[str]:
     return machine.git("status", "--porcelain", "--untracked-files=all", cwd=project).splitlines()
 
 
-def test_an_update_leaves_the_owners_tasks_alone(machine: Machine, checkout: Path, demo: Path) -> None:
+def test_an_update_leaves_the_owners_tasks_alone(
+    scaffold: Scaffold, machine: Machine, checkout: Path, demo: Path
+) -> None:
     """Edited, deleted, of the owner's own, and whatever the template does: changed, renamed, removed, new."""
     template = checkout / "template"
     (demo / MODEL).write_text("# mine from the first line on\n")
@@ -332,6 +334,7 @@ def test_an_update_leaves_the_owners_tasks_alone(machine: Machine, checkout: Pat
     (template / "tasks/language_model/novelty.py").write_text('"""New."""\n')
     append(template / "trainer/train.py", "# the engine's\n")
     machine.commit(checkout)
+    assert "would bring changes of: trainer/train.py\n" in scaffold("doctor", demo).stdout
     assert [line.split()[-1] for line in updated(machine, demo)] == [".copier-answers.yml", "trainer/train.py"]
     assert {path: path.read_bytes() for path in (demo / "tasks").rglob("*") if path.is_file()} == before
 
