@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import yaml
 
 from tests.machine import Machine, Scaffold
 
+ROOT = Path(__file__).resolve().parent.parent
 QUESTION = """
 _subdirectory: template
 _exclude: ["__pycache__"]
@@ -391,3 +394,72 @@ def test_the_two_yaml_files_conflict_only_where_an_answer_changed(machine: Machi
     assert "  dropout: 0.1" in text and "  seed: 7" in text
     text = startup.read_text()
     assert "  keep_last: 9" in text and "  grace_s: 60" in text and "<<<<<<<" not in text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A project from before tasks/ and trainer/ were two rooms
+
+BEFORE = "8a54b0644830"  # the last commit with the flat trainer/
+TINY = (
+    "--gpus", "1", "model.layers=1", "model.width=32", "model.heads=2", "data.sequence_length=32",
+    "data.global_batch=4", "data.micro_batch=2", "train.eval_every_steps=0",
+)  # fmt: skip
+
+
+@pytest.fixture
+def from_before(machine: Machine, pristine: Path, tmp_path: Path) -> Path:
+    """A project as the product made it then, which the owner has edited, with a source that is now the newest."""
+    source, project = tmp_path / "source", tmp_path / "demo"
+    machine.git("clone", "--quiet", "--no-tags", ROOT, source, cwd=tmp_path)
+    machine.git("checkout", "--quiet", "-B", "main", BEFORE, cwd=source)
+    done = machine.run(sys.executable, "-m", "copier", "copy", "--defaults", "--quiet", source, project, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    machine.commit(project)
+    append(project / "trainer/model.py", "# mine\n")
+    append(project / "trainer/ledger.py", "# mine\n")
+    (project / "trainer/mine.py").write_text('"""Mine."""\n')
+    config = (project / "config.yaml").read_text()
+    (project / "config.yaml").write_text(config.replace("  seed: 0", "  seed: 7"))
+
+    machine.git("checkout", "--quiet", "--detach", machine.git("rev-parse", "HEAD", cwd=ROOT), cwd=source)
+    shutil.rmtree(source / "template")
+    shutil.copytree(pristine / "template", source / "template")
+    shutil.copy(pristine / "copier.yml", source)
+    if machine.git("status", "--porcelain", cwd=source):  # what is not committed here yet
+        machine.commit(source)
+    return project
+
+
+def train(machine: Machine, project: Path, steps: int) -> dict[int, float]:
+    """Train to `steps` and return the loss of each step in the run's metrics."""
+    path = {"PATH": f"{Path(sys.executable).parent}:{machine.env['PATH']}"}  # restart.sh takes python3 from there
+    done = machine.run("./restart.sh", *TINY, f"train.steps={steps}", cwd=project, env=path)
+    assert done.returncode == 0, done.stderr
+    lines = (project / "checkpoints/demo/metrics.jsonl").read_text().splitlines()
+    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
+
+
+@pytest.mark.slow
+def test_a_project_from_before_the_two_rooms_is_updated(machine: Machine, from_before: Path) -> None:
+    old = {path.relative_to(from_before) for path in (from_before / "trainer").rglob("*.py")}
+    updated(machine, from_before)
+    new = {path.relative_to(ROOT / "template") for path in (ROOT / "template/trainer").rglob("*.py")}
+    there = {path.relative_to(from_before) for path in (from_before / "trainer").rglob("*.py")}
+    assert there == new | {Path("trainer/mine.py")} and old - new
+    assert not (from_before / "tests/test_checkpoint_lease.py").exists()
+    assert (from_before / MODEL).read_bytes() == (ROOT / "template" / MODEL).read_bytes()
+    assert "# mine" in (from_before / "trainer/ledger.py").read_text()  # merged, or in a conflict
+    assert "  seed: 7" in (from_before / "config.yaml").read_text()
+    assert "# mine" in machine.git("show", "HEAD:trainer/model.py", cwd=from_before)  # where the changelog sends one
+
+
+@pytest.mark.slow
+def test_a_project_from_before_the_two_rooms_trains_on(machine: Machine, from_before: Path, tmp_path: Path) -> None:
+    train(machine, from_before, 6)
+    shutil.copytree(from_before, tmp_path / "as it was/demo")
+    without = train(machine, tmp_path / "as it was/demo", 12)
+    assert not [line for line in updated(machine, from_before) if line.startswith("UU")]
+    losses = train(machine, from_before, 12)
+    ledger = (from_before / "checkpoints/demo/ledger.jsonl").read_text().splitlines()
+    assert [line["step"] for line in map(json.loads, ledger) if line["event"] == "resumed"] == [6]
+    assert losses == pytest.approx(without, rel=1e-5) and list(losses) == list(range(1, 13))
