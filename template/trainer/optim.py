@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trainer.config.settings import OptimConfig
@@ -48,22 +50,30 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
-def scale_gradients(model: nn.Module, weight: Tensor) -> None:
-    """Divide the gradients, sums over the global batch, by its `weight`, a scalar on the device; 0 leaves them."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
-    if local:
-        torch._foreach_div_(local, torch.where(weight > 0, weight, 1.0).to(local[0].dtype))
+def average_gradients(model: nn.Module, weight: Tensor, largest: float, mesh: DeviceMesh) -> Tensor:
+    """Make the gradients, sums over the global batch, means, with a norm over all ranks of at most `largest`.
 
-
-def clip_gradients(model: nn.Module, largest: float) -> Tensor:
-    """Scale the gradients so that their norm over all ranks is at most `largest` (0: leave them).
+    Args:
+        weight: of the global batch, float64, a scalar on the device; 0 leaves them as they are.
+        largest: 0 for no clipping.
+        mesh: that the model is laid out over; its last dimension is the one that shards.
 
     Returns:
-        The norm before clipping, a scalar on the device, equal on all ranks.
+        The norm before clipping, fp32, a scalar on the device, equal on all ranks.
     """
-    norm = nn.utils.clip_grad_norm_(model.parameters(), largest or math.inf)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
+    if not local:
+        return torch.zeros((), device=weight.device)
+    torch._foreach_div_(local, torch.where(weight > 0, weight, 1.0).to(local[0].dtype))
+    norms = torch.stack(torch._foreach_norm(local, 2, torch.float64))
+    squares = norms.square().sum()
+    dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
+    norm = squares.sqrt().float()  # rounded once: no order of ranks shows
+    if largest:
+        scale = (largest / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(local, scale.to(local[0].dtype))
+    return norm
 
 
 class AveragedWeights:

@@ -107,9 +107,21 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     )
 
 
-def distribute(model: nn.Module, config: Config, world: World) -> None:
-    """Lay `model` (on the CPU, equal on all ranks) out over the ranks, in place: parameters stay fp32, gradients are
-    plain sums over the ranks in fp32."""
+def is_reproducible(config: Config, device: torch.device) -> bool:
+    """Whether a run is to be the same on any number of ranks, to the bit (`train.reproducible`)."""
+    return config.train.reproducible == "true" or (config.train.reproducible == "auto" and device.type == "cpu")
+
+
+def distribute(model: nn.Module, config: Config, world: World) -> DeviceMesh:
+    """Lay `model` (on the CPU, equal on all ranks) out over the ranks, in place; parameters stay fp32.
+
+    Gradients are plain sums over micro-batches and ranks, with the number of ranks nowhere in them. Reproducible ones
+    are summed in float64 and rounded once: float64 holds such a sum of fp32 numbers exactly but for pathological
+    ranges, so no order of summing shows.
+    """
+    reproducible = is_reproducible(config, world.device)
+    if reproducible and world.device.type == "cuda":
+        torch.use_deterministic_algorithms(True)
     model.to(world.device)
     blocks = getattr(model, "blocks", None) or []
     if config.train.compile:
@@ -119,12 +131,15 @@ def distribute(model: nn.Module, config: Config, world: World) -> None:
     mesh = mesh_of(config, world)
     # Inputs are not cast: tables such as RoPE's stay fp32.
     policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype(config, world.device), reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=compute_dtype(config, world.device),
+        reduce_dtype=torch.float64 if reproducible else torch.float32,
+        cast_forward_inputs=False,
     )
     for part in [*blocks, model]:
         fully_shard(part, mesh=mesh, mp_policy=policy)
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no multiplied sum
+    return mesh
 
 
 @contextlib.contextmanager

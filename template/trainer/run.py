@@ -38,7 +38,7 @@ from trainer.data.order import derive_seed
 from trainer.data.plan import BatchPlan
 from trainer.ledger import Ledger
 from trainer.metrics import Metrics
-from trainer.optim import AveragedWeights, clip_gradients, scale_gradients, set_learning_rate
+from trainer.optim import AveragedWeights, average_gradients, set_learning_rate
 from trainer.outcome import ConfigError, Reason, SavesFailed
 from trainer.reclaim.rank import Reclaim
 from trainer.state import TrainState, seed_all
@@ -122,7 +122,7 @@ class Run:
         self.plan = BatchPlan(config.data.global_batch, config.data.micro_batch, self.world.size)
         seed_all(derive_seed("start", seed))
         self.model = task.build_model()
-        parallel.distribute(self.model, config, self.world)
+        self.mesh = parallel.distribute(self.model, config, self.world)
         seed_all(derive_seed("start", seed, self.world.rank))  # streams of the ranks' own
         self.state = TrainState(
             self.model,
@@ -259,8 +259,7 @@ class Run:
         )
         with self.excluded_from_step_time():
             self._checkpoints.before_optimizer_step()
-        scale_gradients(self.model, totals[1])
-        norm = clip_gradients(self.model, self.config.optim.gradient_clip)
+        norm = average_gradients(self.model, totals[1], self.config.optim.gradient_clip, self.mesh)
         optimizer, averages = self.state.optimizer, self.state.averages
         rate = self.task.learning_rate(step)
         if rate is not None:

@@ -132,6 +132,7 @@ def _parse(value: Any, kind: Any, where: str, key: str) -> Any:
         kind = next(one for one in typing.get_args(kind) if one is not type(None))
     if typing.get_origin(kind) is Literal:
         allowed = typing.get_args(kind)
+        value = str(value).lower() if isinstance(value, bool) else value
         if value not in allowed:
             raise wrong(f"one of {', '.join(allowed)}")
         return value

@@ -94,6 +94,7 @@ class TrainConfig:
 
     steps: int = 2000  # optimizer steps of the whole run
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on accelerators
+    reproducible: Literal["auto", "true", "false"] = "auto"  # the same bits on any number of ranks; auto: on CPUs
     compile: bool = False
     activation_checkpointing: bool = False
     eval_every_steps: int = 50  # 0: never

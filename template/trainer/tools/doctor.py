@@ -35,7 +35,7 @@ from trainer.interval import IntervalError, compute_interval
 from trainer.ledger import read_ledger, read_records, save_time_s
 from trainer.machine import gpus, nodes
 from trainer.machine.gpus import Ranks
-from trainer.outcome import RECLAIMED, ConfigError, UnavailableError
+from trainer.outcome import RECLAIMED, ConfigError, Damaged, UnavailableError
 from trainer.reclaim import notices
 from trainer.reclaim import request as requests
 from trainer.storage import capacity, mount, volume
@@ -521,7 +521,7 @@ def check_checkpoints(config: Config) -> Iterator[Check]:
         else:
             commits.check_file(newest, newest.metadata)
             how = "its sizes and metadata hold; `python -m trainer checkpoints verify` reads the rest"
-    except commits.Damaged as damage:
+    except Damaged as damage:
         yield Check(
             "checkpoint",
             "fail",
