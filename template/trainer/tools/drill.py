@@ -34,6 +34,7 @@ from trainer.machine.gpus import count_gpus
 from trainer.metrics import read_metrics
 from trainer.outcome import FINISHED, ConfigError
 from trainer.task import build_task
+from trainer.wording import counted
 
 _POLL_S = 0.02
 
@@ -45,11 +46,14 @@ class Tolerance:
     loss: float
     grad_norm: float
     state: float  # norm of a tensor's difference over the norm of the tensor
+    why: str
 
 
+EXACT = Tolerance(0.0, 0.0, 0.0, "by equality, bit for bit")
 # A dropped optimizer state or another learning rate is off by 0.1 to 1 in `state`, in any precision.
-FP32 = Tolerance(loss=1e-5, grad_norm=1e-4, state=5e-3)
-BF16 = Tolerance(loss=1e-2, grad_norm=1e-1, state=5e-2)
+_ORDER = "within tolerances: without train.reproducible the order of sums shows"
+FP32 = Tolerance(loss=1e-5, grad_norm=1e-4, state=5e-3, why=f"{_ORDER} (fp32)")
+BF16 = Tolerance(loss=1e-2, grad_norm=1e-1, state=5e-2, why=f"{_ORDER} (bf16)")
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,9 @@ def drill(overrides: Sequence[str], *, save_ranks: int, resume_ranks: int, steps
     verdict |= {"device": "gpu" if gpus else "cpu", "overrides": list(overrides)}
     try:
         runs = _rehearse(settings, save_ranks, resume_ranks, folder)
-        checks = _compare(runs, steps, precise=_is_precise(runs.whole, gpus))
+        tolerance = _tolerance(runs.whole, gpus)
+        checks = _compare(runs, steps, tolerance)
+        verdict["judged"] = tolerance.why
         verdict["passed"] = all(check.passed for check in checks)
         verdict |= {"checks": [asdict(check) for check in checks], "recovery": asdict(runs.recovery)}
         verdict |= {"uninterrupted": runs.expected, "interrupted": runs.found, "lost": runs.lost}
@@ -135,7 +141,9 @@ def drill(overrides: Sequence[str], *, save_ranks: int, resume_ranks: int, steps
 def _settings(overrides: Sequence[str], steps: int, small: bool) -> list[str]:
     """What both runs are started with: defaults, then what was given, then what makes it a drill."""
     given = {override.partition("=")[0] for override in overrides}
-    defaults = build_task(load_config(overrides)).small if small else {}  # whatever is given on the command line wins
+    defaults: dict[str, Any] = {"train.reproducible": "true"}
+    if small:
+        defaults |= build_task(load_config(overrides)).small
     fixed = {
         "train.steps": steps, "train.eval_every_steps": 0, "logging.tensorboard": "false", "nodes.count": 1,
         "checkpoint.every_steps": max(1, steps // 6), "checkpoint.retune": "false", "checkpoint.keep_last": steps,
@@ -149,8 +157,11 @@ def _settings(overrides: Sequence[str], steps: int, small: bool) -> list[str]:
     ]
 
 
-def _is_precise(config: Config, gpus: int) -> bool:
-    return config.train.dtype == "float32" or (config.train.dtype == "auto" and not gpus)
+def _tolerance(config: Config, gpus: int) -> Tolerance:
+    """How far apart two such runs may be."""
+    if config.train.reproducible != "false":  # a drill asks for it unless it is told otherwise
+        return EXACT
+    return FP32 if config.train.dtype == "float32" or (config.train.dtype == "auto" and not gpus) else BF16
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,7 +189,7 @@ def _rehearse(settings: Sequence[str], save_ranks: int, resume_ranks: int, folde
     """Steps 1 to 4. Raises RunFailed."""
     whole, cut = (load_config([*settings, f"run.name={name}"]) for name in ("uninterrupted", "interrupted"))
     with _ended_by_signals():
-        click.echo(f"1. {whole.train.steps} steps on {_ranks(save_ranks)} without an interruption")
+        click.echo(f"1. {whole.train.steps} steps on {counted(save_ranks, 'rank')} without an interruption")
         with _Run(settings, whole, save_ranks, folder / "uninterrupted.log") as run:
             run.wait()
         every = "every step" if whole.checkpoint.every_steps == 1 else f"every {whole.checkpoint.every_steps} steps"
@@ -189,7 +200,7 @@ def _rehearse(settings: Sequence[str], save_ranks: int, resume_ranks: int, folde
             processes = run.kill()
         before = read_metrics(cut.run_dir)
         click.echo(f"3. SIGKILL to all {processes} processes after step {before[-1]['step']}")
-        click.echo(f"4. resumed on {_ranks(resume_ranks)}")
+        click.echo(f"4. resumed on {counted(resume_ranks, 'rank')}")
         with _Run(settings, cut, resume_ranks, folder / "resumed.log") as run:
             run.wait_for(lambda: read_metrics(cut.run_dir)[-1]["attempt"] > before[-1]["attempt"])
             first_step_s = time.time() - killed
@@ -298,13 +309,12 @@ def _steady(lines: Sequence[Mapping[str, Any]]) -> float:
 # Comparing
 
 
-def _compare(runs: Runs, steps: int, precise: bool) -> list[Check]:
+def _compare(runs: Runs, steps: int, tolerance: Tolerance) -> list[Check]:
     """Step 5."""
-    click.echo("5. compared with the run that was never interrupted")
-    tolerance, resumed_from = FP32 if precise else BF16, runs.recovery.resumed_from_step
+    click.echo(f"5. compared with the run that was never interrupted, {tolerance.why}")
     return [
         *compare_lines(runs.expected, runs.found, steps, tolerance),
-        *compare_checkpoints(runs.whole.run_dir, runs.cut.run_dir, resumed_from, tolerance),
+        *compare_checkpoints(runs.whole.run_dir, runs.cut.run_dir, runs.recovery.resumed_from_step, tolerance),
     ]
 
 
@@ -312,37 +322,41 @@ def compare_lines(
     expected: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], steps: int, tolerance: Tolerance
 ) -> list[Check]:
     """The metrics of the uninterrupted run against those that count of the interrupted one, step by step."""
-    missing = [step for step in range(1, steps + 1) if step not in {line["step"] for line in found}]
-    several = len(found) - len({line["step"] for line in found})
-    pairs = [(line, other) for line in expected for other in found if line["step"] == other["step"]]
+    by_step = {line["step"]: line for line in found}
+    missing = [step for step in range(1, steps + 1) if step not in by_step]
+    pairs = [(line, by_step[line["step"]]) for line in expected if line["step"] in by_step]
     checks = [
         Check(
             "every step once",
-            not missing and not several and len(expected) == steps,
+            not missing and len(found) == len(by_step) and len(expected) == steps,
             f"{len(found)} of {steps} steps" + (f", missing {missing[:5]}" if missing else ""),
         )
     ]
-    for name, what in (
-        ("batch_hash", "samples of each batch"),
-        ("samples", "samples consumed"),
-        ("lr", "learning rate"),
-    ):
-        off = [line["step"] for line, other in pairs if line[name] != other[name]]
-        checks.append(Check(what, not off, f"differs from step {off[0]} on" if off else "equal at every step"))
     for name, what, limit in (
+        ("batch_hash", "samples of each batch", 0.0),
+        ("samples", "samples consumed", 0.0),
+        ("lr", "learning rate", 0.0),
         ("loss", "loss", tolerance.loss),
         ("grad_norm", "gradient norm", tolerance.grad_norm),
     ):
-        worst, step = max(((_relative(line[name], other[name]), line["step"]) for line, other in pairs), default=(0, 0))
-        text = "bit-identical" if worst == 0 else f"at most {worst:.1e} apart (step {step}; limit {limit:.0e})"
+        off = [(line["step"], line[name], other[name]) for line, other in pairs if line[name] != other[name]]
+        worst = max((_apart(one, other) for _, one, other in off), default=0.0)
+        if not off:
+            text = "equal at every step"
+        elif limit:
+            text = f"at most {worst:.1e} apart (limit {limit:.0e}), from step {off[0][0]} on"
+        else:
+            text = f"differs from step {off[0][0]} on: {off[0][1]} and {off[0][2]}"
         checks.append(Check(what, worst <= limit, text))
     return checks
 
 
-def _relative(expected: float, found: float) -> float:
-    if expected == found:
-        return 0.0
-    difference = abs(found - expected) / max(abs(expected), 1e-30)
+def _apart(expected: Any, found: Any) -> float:
+    """Relative difference of two numbers that are not equal; infinite for what is no number."""
+    try:
+        difference = abs(found - expected) / max(abs(expected), 1e-30)
+    except TypeError:
+        return math.inf
     return difference if math.isfinite(difference) else math.inf
 
 
@@ -350,38 +364,36 @@ def compare_checkpoints(expected: Path, found: Path, resumed_from: int, toleranc
     """Weights and optimizer state of every checkpoint that both runs have after the resume, tensor by tensor."""
     steps = [{one.step for one in commit.complete(run_dir)} for run_dir in (expected, found)]
     later = sorted(step for step in steps[0] & steps[1] if step > resumed_from)
-    checks = []
-    for kind, prefix in (("weights", "model."), ("optimizer state", "optim.")):
-        if not later:
-            checks.append(Check(kind, False, f"no checkpoint after step {resumed_from} in both runs"))
-            continue
-        checks.append(_compare_tensors(kind, prefix, expected, found, later, tolerance.state))
-    return checks
+    if not later:
+        nothing = f"no checkpoint after step {resumed_from} in both runs"
+        return [Check(kind, False, nothing) for kind in ("weights", "optimizer state")]
+    return [
+        _compare_tensors(kind, prefix, expected, found, later, tolerance.state)
+        for kind, prefix in (("weights", "model."), ("optimizer state", "optim."))
+    ]
 
 
 def _compare_tensors(kind: str, prefix: str, expected: Path, found: Path, steps: Sequence[int], limit: float) -> Check:
+    """By the first step and tensor that is too far apart."""
     from trainer.checkpoint.dcp.reader import load_tensors
 
-    worst, where = 0.0, ""
+    worst, where, count = 0.0, "", 0
     for step in steps:
         (one, _), (other, _) = (load_tensors(run_dir, step, [prefix]) for run_dir in (expected, found))
         if odd := sorted(one.keys() ^ other.keys()):
             return Check(kind, False, f"step {step}: {odd[0]} is in one of the runs only ({len(odd)} such)")
         for name, tensor in one.items():
+            if (tensor == other[name]).all():
+                continue
             a, b = tensor.double(), other[name].double()
-            apart = _relative_norm((b - a).norm().item(), a.norm().item())
+            apart = _apart(a.norm().item(), a.norm().item() + (b - a).norm().item())
             if apart > (0 if name.endswith(".step") else limit):
-                return Check(kind, False, f"step {step}: {name} is {apart:.1e} apart (limit {limit:.0e})")
-            if apart > worst:
-                worst, where = apart, f"{name}, step {step}"
-    count = f"{len(one)} tensors of steps {', '.join(map(str, steps))}: "
-    return Check(kind, True, count + ("bit-identical" if worst == 0 else f"at most {worst:.1e} apart ({where})"))
-
-
-def _relative_norm(difference: float, norm: float) -> float:
-    if difference == 0:
-        return 0.0
-    return difference / norm if norm and math.isfinite(difference / norm) else math.inf
+                most = f" (limit {limit:.0e})" if limit else ""
+                return Check(kind, False, f"step {step}: {name} is {apart:.1e} apart{most}")
+            worst, where = max((worst, where), (apart, f"{name}, step {step}"))
+        count = len(one)
+    text = f"{counted(count, 'tensor')} of steps {', '.join(map(str, steps))}: "
+    return Check(kind, True, text + ("equal" if worst == 0 else f"at most {worst:.1e} apart ({where})"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -396,7 +408,7 @@ def _print(checks: Sequence[Check], recovery: Recovery, save_ranks: int, resume_
     lost = recovery.killed_after_step - recovery.resumed_from_step
     click.echo(
         f"   killed after step {recovery.killed_after_step}, resumed from step {recovery.resumed_from_step}: "
-        f"{lost} step{'s' * (lost != 1)} done again"
+        f"{counted(lost, 'step')} done again"
     )
     click.echo(
         f"   recovery {recovery.first_step_s:.1f} s from SIGKILL to the first new step: {recovery.start_s:.1f} s until "
@@ -404,13 +416,9 @@ def _print(checks: Sequence[Check], recovery: Recovery, save_ranks: int, resume_
         f"{recovery.first_step_s - recovery.start_s:.1f} s for the step"
     )
     click.echo(
-        f"   {recovery.units_per_s_before:,.0f} units/s on {_ranks(save_ranks)} before, "
+        f"   {recovery.units_per_s_before:,.0f} units/s on {counted(save_ranks, 'rank')} before, "
         f"{recovery.units_per_s_after:,.0f} on {resume_ranks} after"
     )
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' * (count != 1)}"
 
 
 def _draw(runs: Runs, title: str, path: Path) -> None:
