@@ -13,7 +13,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from trainer.config.load import load_config
-from trainer.config.settings import Config, DataConfig, at_least, home, require
+from trainer.config.settings import (
+    Config,
+    DataConfig,
+    Limits,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    ShareBelowOne,
+    home,
+    require,
+)  # fmt: skip
 from trainer.outcome import ConfigError
 
 if TYPE_CHECKING:
@@ -22,17 +34,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
-    "Config",
-    "ConfigError",
-    "DataConfig",
-    "Loss",
-    "Samples",
-    "Task",
-    "at_least",
-    "home",
-    "load_config",
-    "require",
-]
+    "Config", "ConfigError", "DataConfig", "Limits", "Loss", "NonNegativeFloat", "NonNegativeInt", "PositiveFloat",
+    "PositiveInt", "Samples", "Share", "ShareBelowOne", "Task", "home", "load_config", "require",
+]  # fmt: skip
 
 
 class Samples(Protocol):
