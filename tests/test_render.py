@@ -153,9 +153,9 @@ def test_the_saves_come_at_the_calculated_interval(variant: tuple[Path, dict[str
 def test_the_yaml_files_name_every_setting_once(variant: tuple[Path, dict[str, Any]]) -> None:
     for file, sections in FILE_SECTIONS.items():
         tree = yaml.safe_load((variant[0] / file).read_text())
-        assert list(tree) == list(sections)
+        assert list(tree) == [*(["task"] if "model" in sections else []), *sections]
         for section in sections:
-            assert list(tree[section]) == [each.name for each in dataclasses.fields(SECTIONS[section])]
+            assert sorted(tree[section]) == sorted(each.name for each in dataclasses.fields(SECTIONS[section]))
 
 
 def test_the_startup_config_keeps_its_schema(variant: tuple[Path, dict[str, Any]]) -> None:
