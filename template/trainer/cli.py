@@ -13,16 +13,7 @@ from typing import Any
 
 import click
 
-from trainer.outcome import (
-    CONFIG,
-    FINISHED,
-    RECLAIMED,
-    ConfigError,
-    Reason,
-    SavesFailed,
-    UnavailableError,
-    write_status,
-)
+from trainer.outcome import CONFIG, RECLAIMED, ConfigError, Expected, Reason, Status, exit_code
 from trainer.streams import make_streams_safe
 
 
@@ -32,15 +23,12 @@ class _Group(click.Group):
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
-        except ConfigError as error:
-            click.echo(f"error: {error}", err=True)
-            sys.exit(CONFIG)
+        except Expected as error:
+            click.echo(error.reason.line(str(error)), err=True)
+            sys.exit(exit_code(error.reason))
         except click.UsageError as error:
             error.show()
             sys.exit(CONFIG)  # click's 2 would look like a crash to what starts the run
-        except UnavailableError as error:
-            click.echo(f"not now: {error}", err=True)
-            sys.exit(RECLAIMED)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -92,43 +80,38 @@ def train(
 ) -> None:
     """Be one rank.
 
-    What `launch` starts through torchrun, once for each GPU.
+    What `launch` starts, once for each GPU.
     """
     from trainer.reclaim.rank import prepare_rank
 
     prepare_rank(runtime)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    reason, step, message, code = Reason.CRASHED, 0, "", 1
+    reason, step, message, again = Reason.CRASHED, 0, "", RECLAIMED
     try:
         from trainer.config.load import load_config
 
         if gpus is not None and gpus != ranks:
             raise ConfigError(f"--gpus is {gpus} and train is 1 of {ranks} ranks; start {gpus} of them with launch")
         config = load_config(overrides)
+        again = config.restart.exit_reclaimed
         from trainer.run import Start
         from trainer.task import build_task
         from trainer.train import train as run
 
         reason, step = run(config, build_task(config), Start(runtime, attempt, accepted))
-        code = FINISHED if reason in (Reason.FINISHED, Reason.RECLAIMED, Reason.INTERRUPTED) else 1
-        if runtime is None and reason is not Reason.FINISHED:
-            code = config.restart.exit_reclaimed
-    except ConfigError as error:
-        reason, message, code = Reason.CONFIG, _last_line(error), CONFIG
-    except UnavailableError as error:
-        reason, message, code = Reason.UNAVAILABLE, str(error), RECLAIMED
-    except SavesFailed as error:
-        message = str(error)
+    except Expected as error:
+        reason, message = error.reason, _last_line(error)
     except BaseException:
         message = traceback.format_exc()
-    write_status(runtime, rank, reason, step, message)
-    if message and runtime is None:  # else the launcher shows what the rank that failed first has written
-        click.echo(message if reason is Reason.CRASHED else f"error: {message}", err=True)
+    if runtime is not None:  # the launcher shows what the rank that failed first has written
+        Status(reason, step, message, rank).write(runtime)
+    elif message:
+        click.echo(message if reason is Reason.CRASHED else reason.line(message), err=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    if reason not in (Reason.FINISHED, Reason.RECLAIMED, Reason.INTERRUPTED):
-        os._exit(code)  # peers may be gone and data-loader workers still run: no destructor may wait for them
-    sys.exit(code)
+    if not reason.is_clean:
+        os._exit(exit_code(reason, again))  # peers may be gone, data-loader workers run: no destructor may wait
+    sys.exit(0 if runtime is not None else exit_code(reason, again))  # to torchrun anything else is a failure
 
 
 def _last_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""How a run of the trainer ended: exit codes, the errors that carry them, and the status file.
+"""How a run of the trainer ended: the reason, its exit code, the errors that carry it, and the ranks' status files.
 
 torchrun's own exit code means nothing (it is 1 for a reclaim, a crash and a wrong configuration alike), so each
 rank writes why it stopped into the runtime directory of its node, and the launcher translates.
@@ -6,13 +6,15 @@ rank writes why it stopped into the runtime directory of its node, and the launc
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 FINISHED = 0
+CRASHED = 1
 RECLAIMED = 75  # EX_TEMPFAIL: state saved, start me again
 CONFIG = 78  # EX_CONFIG: a person has to change something first
 
@@ -27,34 +29,69 @@ class Reason(enum.StrEnum):
     CONFIG = "config"
     CRASHED = "crashed"
 
+    def line(self, text: str) -> str:
+        """For a person: `text` after the kind of trouble that it is."""
+        return f"{'temporarily unavailable' if self is Reason.UNAVAILABLE else 'error'}: {text}"
 
-class ConfigError(Exception):
-    """Something that a person has to change before another start can work. Exit 78. The text is one line."""
+    @property
+    def is_clean(self) -> bool:
+        """Whether the ranks have come to an end that was asked for."""
+        return self in (Reason.FINISHED, Reason.RECLAIMED, Reason.INTERRUPTED)
 
 
-class UnavailableError(Exception):
-    """Something that another start may find mended (lease held, I/O error, too few GPUs). Exit 75. One line."""
+def exit_code(reason: Reason, again: int = RECLAIMED) -> int:
+    """What the platform is told; `again` is `restart.exit_reclaimed`."""
+    return {Reason.FINISHED: FINISHED, Reason.CONFIG: CONFIG, Reason.CRASHED: CRASHED}.get(reason, again)
 
 
 class Damaged(Exception):
     """A checkpoint is not what was committed. The text is one line: which file, and what is wrong with it."""
 
 
-class SavesFailed(Exception):
-    """`checkpoint.max_failed_saves` saves in a row have failed on all ranks alike. Exit 1. One line."""
+class Expected(Exception):
+    """An error that needs no traceback: its text is one line, which says what to do."""
+
+    reason = Reason.CRASHED
 
 
-def write_status(runtime: Path | None, rank: int, reason: Reason, step: int, message: str = "") -> None:
-    """Record why this rank stopped, for the launcher of its node; nothing to do without a launcher."""
-    if runtime is None:
-        return
-    path = runtime / f"status_{rank}.json"
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps({"reason": reason, "step": step, "message": message, "rank": rank}))
-    temporary.replace(path)
+class ConfigError(Expected):
+    """Something that a person has to change before another start can work. Exit 78."""
+
+    reason = Reason.CONFIG
 
 
-def read_statuses(runtime: Path) -> list[dict[str, Any]]:
-    """The status of every rank of this node that wrote one, by rank."""
-    found = [json.loads(path.read_text()) for path in runtime.glob("status_*.json")]
-    return sorted(found, key=lambda status: status["rank"])
+class UnavailableError(Expected):
+    """Something that another start may find mended (lease held, I/O error, too few GPUs). Exit 75."""
+
+    reason = Reason.UNAVAILABLE
+
+
+class SavesFailed(Expected):
+    """`checkpoint.max_failed_saves` saves in a row have failed on all ranks alike. Exit 1."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """Why a rank stopped, after which step, and its last words."""
+
+    reason: Reason
+    step: int = 0
+    message: str = ""
+    rank: int = 0
+
+    def write(self, runtime: Path) -> None:
+        """Tell the launcher of this node."""
+        path = runtime / f"status_{self.rank}.json"
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(asdict(self)))
+        temporary.replace(path)
+
+
+def read_statuses(runtime: Path) -> list[Status]:
+    """What the ranks of this node wrote at their end, first one first."""
+    found = []
+    for path in runtime.glob("status_*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            fields = json.loads(path.read_text())
+            found.append((path.stat().st_mtime, Status(**fields | {"reason": Reason(fields["reason"])})))
+    return [status for _, status in sorted(found, key=lambda one: one[0])]

@@ -7,11 +7,11 @@ import ctypes
 import os
 import signal
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # a request to stop, to the launcher or to a rank
-# What the launcher's child passes on to the ranks. Of these torchrun leaves SIGUSR1 out unless told: it would end
-# torchrun and leave the ranks as orphans.
+# What torchrun forwards to the ranks. Unless told it leaves SIGUSR1 out, which would end it and make them orphans.
 FORWARDED = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 STACKS = signal.SIGUSR2  # a rank that receives it writes the stacks of all its threads to stderr
 
@@ -41,14 +41,14 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def reap(spared: int = 0) -> bool:
+def reap(spared: Collection[int] = ()) -> bool:
     """Collect children that have ended, except `spared`. Returns whether there may be other children left."""
     if not waited_for.acquire(blocking=False):
         return True
     try:
         while True:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is None or ended.si_pid == spared:
+            if ended is None or ended.si_pid in spared:
                 return True
             os.waitpid(ended.si_pid, 0)
     except ChildProcessError:

@@ -34,7 +34,11 @@ TEMPLATE = Path(__file__).resolve().parents[2] / "template"
 sys.path.insert(0, str(TEMPLATE))
 
 from trainer.checkpoint import commit as commits  # noqa: E402
+from trainer.config.settings import Config  # noqa: E402
+from trainer.launch.spawn import StartSpec, start_ranks  # noqa: E402
 from trainer.ledger import read_ledger, read_records  # noqa: E402
+from trainer.machine.gpus import Ranks  # noqa: E402
+from trainer.machine.nodes import Nodes  # noqa: E402
 
 SETTINGS = [
     "run.name=storm", "train.steps=100000", "train.eval_every_steps=7", "train.eval_batches=1", "data.workers=1",
@@ -42,7 +46,7 @@ SETTINGS = [
     "data.global_batch=8", "data.micro_batch=2", "checkpoint.every_steps=10", "reclaim.notice=none",
     "reclaim.grace_s=60",
 ]  # fmt: skip
-TARGETS = ("launcher", "torchrun", "rank", "group")
+TARGETS = ("launcher", "rank", "group")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PATIENCE_S = 120.0
 
@@ -79,7 +83,8 @@ class Run:
 
     def __init__(self, directory: Path, ranks: int, settings: Sequence[str] = ()) -> None:
         self.project = directory / "storm"
-        shutil.copytree(TEMPLATE / "trainer", self.project / "trainer")
+        for package in ("trainer", "tasks"):
+            shutil.copytree(TEMPLATE / package, self.project / package)
         self.run_dir = self.project / "checkpoints" / "storm"
         self.command = [sys.executable, "-m", "trainer", "launch", "--gpus", str(ranks), *SETTINGS, *settings]
         self.ranks, self.log = ranks, self.project / "log"
@@ -107,17 +112,13 @@ class Run:
     def signal(self, target: str, number: signal.Signals, chance: random.Random) -> None:
         """To `target` as it is now; what does not exist yet is passed over."""
         assert self.launcher is not None
-        starter: list[psutil.Process] = []
         ranks: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):  # a start that has just ended
-            starter = self.launcher.children()[:1]
-            ranks = [rank for each in starter for rank in each.children()]
+            ranks = self.launcher.children()
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             if target == "group":
-                for process in (self.launcher, *starter, *ranks):  # each leads its own
+                for process in (self.launcher, *ranks):  # each leads its own
                     os.killpg(process.pid, number)
-            elif target == "torchrun" and starter:
-                starter[0].send_signal(number)
             elif target == "rank" and ranks:
                 chance.choice(ranks).send_signal(number)
             else:
@@ -199,8 +200,9 @@ def cost(place: Path, ranks: int) -> tuple[float, float]:
     lines = read_records(run.run_dir, "metrics")
     step_s = 32 * 256 / statistics.median(line["tokens_per_s"] for line in lines[2:])
     (run.project / "agrees.py").write_text(AGREES)
-    words = [str(os.getpid()), str(place), "30", "--nnodes=1", f"--nproc-per-node={ranks}", "-m", "agrees", str(place)]
-    subprocess.run([sys.executable, "-m", "trainer.launch.spawn", *words], cwd=run.project, check=True)
+    start = StartSpec(Config(project=run.project), place, Ranks(ranks, False, ""), Nodes(1, 0, "", "", ""))
+    if any(process.wait() for process in start_ranks(start, ["-m", "agrees", str(place)])):
+        raise SystemExit("the ranks that only agree have failed")
     return max(float(path.read_text()) for path in place.glob("took_*")), step_s
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.launch.signals import Request
-from trainer.outcome import Reason
+from trainer.outcome import Reason, Status
 from trainer.processes import STOP_SIGNALS
+from trainer.reclaim.request import Request
 
 
 @dataclass(frozen=True)
@@ -23,22 +23,22 @@ class Ended:
 
 
 def translate(
-    statuses: Sequence[dict[str, Any]], report: dict[str, Any], returncode: int, ranks: int, stop: Request | None
+    statuses: Sequence[Status], report: Mapping[str, Any], returncode: int, ranks: int, stop: Request | None
 ) -> Ended:
-    """One reason from what the ranks wrote (in the order of their end) and what torchrun saw of them.
+    """One reason from what the ranks wrote (in the order of their end) and what their starter saw of them.
 
     Args:
-        report: torchrun's: `failures` (exit code by rank), `signal` it received, `error` of the rendezvous.
-        returncode: of torchrun.
+        report: the starter's: `failures` (exit code by rank), `signal` it received, `error` of the rendezvous.
+        returncode: of the starter.
         stop: the request to stop that the launcher passed on, if any.
     """
-    step = max((status["step"] for status in statuses), default=0)
-    by_reason: dict[str, dict[str, Any]] = {}
+    step = max((status.step for status in statuses), default=0)
+    by_reason: dict[Reason, Status] = {}
     for status in statuses:
-        by_reason.setdefault(status["reason"], status)
+        by_reason.setdefault(status.reason, status)
     for reason in (Reason.CONFIG, Reason.UNAVAILABLE):
         if reason in by_reason:
-            return Ended(reason, step, by_reason[reason]["message"])
+            return Ended(reason, step, by_reason[reason].message)
     if len(statuses) == ranks and set(by_reason) == {Reason.FINISHED}:
         return Ended(Reason.FINISHED, step)
     interrupted = stop.person if stop else Reason.INTERRUPTED in by_reason
@@ -49,21 +49,22 @@ def translate(
     failures = {int(rank): int(code) for rank, code in report.get("failures", {}).items()}
     hard = {rank: code for rank, code in failures.items() if -code not in STOP_SIGNALS}
     if stop or (not crash and not hard and (failures or "signal" in report)):
-        return Ended(stopped, step, crash["message"] if crash else "")
+        return Ended(stopped, step, crash.message if crash else "")
     if crash:
-        words = crash["message"].strip()
+        words = crash.message.strip()
         separator = "\n" if "\n" in words else " "
-        return Ended(Reason.CRASHED, step, f"rank {crash['rank']}:{separator}{words}")
+        return Ended(Reason.CRASHED, step, f"rank {crash.rank}:{separator}{words}")
     if hard:
         rank, code = min(hard.items(), key=lambda item: item[1] >= 0)
         return Ended(Reason.CRASHED, step, f"rank {rank} {_ending(code)}", outside=code == -signal.SIGKILL)
     if "error" in report:
         return Ended(Reason.UNAVAILABLE, step, f"the ranks could not be brought together: {report['error']}")
-    return Ended(Reason.CRASHED, step, f"torchrun {_ending(returncode)}", outside=returncode == -signal.SIGKILL)
+    what = f"the process that starts the ranks {_ending(returncode)}"
+    return Ended(Reason.CRASHED, step, what, outside=returncode == -signal.SIGKILL)
 
 
 def _ending(code: int) -> str:
     if code >= 0:
-        return f"ended with exit code {code} without a word"
+        return f"ended with exit code {code} without a status"
     name = signal.Signals(-code).name
     return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

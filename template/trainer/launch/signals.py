@@ -8,26 +8,15 @@ import select
 import signal
 import time
 from collections import deque
-from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Self
 
 from trainer.processes import STOP_SIGNALS
-from trainer.reclaim.request import Action
+from trainer.reclaim.request import Action, Request
 
 
 class Stopped(BaseException):
-    """A signal came while no rank was running: there is nothing to save."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """Somebody wants the ranks to save or stop; `deadline` is `time.monotonic()` of the platform's SIGKILL."""
-
-    want: Action
-    source: str
-    deadline: float | None
-    person: bool = False
+    """A request to stop came while no rank was running: there is nothing to save."""
 
 
 class Inbox:
@@ -40,15 +29,15 @@ class Inbox:
         self.idle = True
         self.grace_s = 0.0
         self._requests: deque[Request] = deque()
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def __enter__(self) -> Self:
-        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         numbers = [*STOP_SIGNALS]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a terminal that goes away; not under nohup
             numbers.append(signal.SIGHUP)
         for number in numbers:
-            signal.signal(number, self._signalled)
+            signal.signal(number, self._receive)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # restart.sh blocks them until now
         return self
 
@@ -59,13 +48,13 @@ class Inbox:
             signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(-1)
 
-    def _signalled(self, number: int, frame: FrameType | None) -> None:
-        person = number == signal.SIGINT
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        name, person = signal.Signals(number).name, number == signal.SIGINT
         at_terminal = person and os.isatty(0)  # Ctrl-C: no platform kills afterwards
         deadline = None if at_terminal else time.monotonic() + self.grace_s
-        self._requests.append(Request(Action.STOP, signal.Signals(number).name, deadline, person))
+        self._requests.append(Request(Action.STOP, name, deadline, person))
         if self.idle:
-            raise Stopped(signal.Signals(number).name)
+            raise Stopped(name)
 
     def post(self, request: Request) -> None:
         """Hand in a request from another thread."""

@@ -31,31 +31,20 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import UTC, datetime
-from email.message import Message
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from trainer.config.settings import Config
 from trainer.processes import waited_for
-from trainer.reclaim.request import Action
+from trainer.reclaim.request import Action, Request
 
 log = logging.getLogger(__name__)
 
-LINK_LOCAL = "http://169.254.169.254"
 TIMEOUT_S = 2.0
 MOST_BYTES = 64 << 10
 _OLD_S = 300.0  # a time of termination that long ago was not kept, and stays in the metadata
-
-
-@dataclass(frozen=True)
-class Notice:
-    """What a platform said. `seconds` until it kills; None where it did not say."""
-
-    want: Action
-    source: str
-    seconds: float | None = None
 
 
 class Poller(Protocol):
@@ -63,7 +52,7 @@ class Poller(Protocol):
 
     interval_s: float
 
-    def poll(self) -> list[Notice]: ...
+    def poll(self) -> list[Request]: ...
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,20 +81,17 @@ def fetch(
             body = response.read(MOST_BYTES + 1)
             if len(body) > MOST_BYTES:
                 raise ValueError(f"{url} answers with more than {MOST_BYTES} bytes")
-            return response.status, body.decode(), _lower(response.headers)
+            return response.status, body.decode(), {name.lower(): value for name, value in response.headers.items()}
     except urllib.error.HTTPError as error:
         with error:
-            return error.code, "", _lower(error.headers)
+            return error.code, "", {}
     except http.client.HTTPException as error:
         raise ValueError(f"{url} does not speak HTTP ({error!r})") from None
 
 
-def _lower(headers: Message) -> dict[str, str]:
-    return {name.lower(): value for name, value in headers.items()}
-
-
-def _seconds_until(moment: datetime) -> float:
-    return (moment - datetime.now(UTC)).total_seconds()
+def _deadline(moment: datetime) -> float:
+    """The `time.monotonic()` of a moment of the calendar."""
+    return time.monotonic() + (moment - datetime.now(UTC)).total_seconds()
 
 
 def _timestamp(text: str) -> datetime:
@@ -113,40 +99,62 @@ def _timestamp(text: str) -> datetime:
     return datetime.strptime(text.strip(), "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
 
 
-class Aws:
-    """Spot instance-action (about 2 minutes ahead) and the rebalance recommendation ("elevated risk")."""
+class MetadataServer:
+    """A cloud's server of facts about this machine; a subclass knows what a notice looks like there."""
 
+    base = "http://169.254.169.254"
+    headers: ClassVar[Mapping[str, str]] = {}
     interval_s = 5.0
 
-    def __init__(self, base: str = LINK_LOCAL) -> None:
-        self.base, self._token, self._recommended = base, "", ""
+    def __init__(self, base: str = "") -> None:
+        self.base = base or self.base
+        self._saved_for: set[str] = set()
 
-    def poll(self) -> list[Notice]:
-        notices = []
-        if recommendation := self._get("events/recommendations/rebalance"):
-            moment = str(json.loads(recommendation)["noticeTime"])
-            if moment != self._recommended:
-                self._recommended = moment
-                notices.append(Notice(Action.SAVE, "AWS rebalance recommendation"))
-        if action := self._get("spot/instance-action"):
-            said = json.loads(action)
-            seconds = _seconds_until(_timestamp(said["time"]))
+    def get(self, path: str) -> str:
+        """What is found there, empty where nothing is. Raises OSError, ValueError."""
+        status, body, _ = fetch(f"{self.base}/{path}", self.headers)
+        return body if status == 200 else ""
+
+    def save_once(self, event: str, source: str) -> list[Request]:
+        """The request for an early save, the first time that `event` is seen."""
+        if event in self._saved_for:
+            return []
+        self._saved_for.add(event)
+        return [Request(Action.SAVE, source)]
+
+    def stop_at(self, moment: datetime, source: str) -> list[Request]:
+        """The request to stop by `moment`, unless it is one that an earlier instance has left behind."""
+        deadline = _deadline(moment)
+        return [Request(Action.STOP, source, deadline)] if deadline > time.monotonic() - _OLD_S else []
+
+
+class Aws(MetadataServer):
+    """Spot instance-action (about 2 minutes ahead) and the rebalance recommendation ("elevated risk")."""
+
+    def __init__(self, base: str = "") -> None:
+        super().__init__(base)
+        self._token = ""
+
+    def poll(self) -> list[Request]:
+        found = []
+        if recommendation := self.get("latest/meta-data/events/recommendations/rebalance"):
+            found += self.save_once(str(json.loads(recommendation)["noticeTime"]), "AWS rebalance recommendation")
+        if answer := self.get("latest/meta-data/spot/instance-action"):
+            said = json.loads(answer)
+            source, moment = f"AWS spot instance-action {said['action']}", _timestamp(said["time"])
             if said["action"] == "hibernate":
-                notices.append(Notice(Action.STOP, "AWS spot instance-action hibernate"))  # begins at once
-            elif said["action"] in ("stop", "terminate") and seconds > -_OLD_S:
-                notices.append(Notice(Action.STOP, f"AWS spot instance-action {said['action']}", seconds))
-        return notices
+                found.append(Request(Action.STOP, source))  # begins at once
+            elif said["action"] in ("stop", "terminate"):
+                found += self.stop_at(moment, source)
+        return found
 
-    def _get(self, path: str) -> str:
+    def get(self, path: str) -> str:
         for _ in range(2):
-            if not self._token:
-                self._token = self.token()
-            headers = {"X-aws-ec2-metadata-token": self._token}
-            status, body, _ = fetch(f"{self.base}/latest/meta-data/{path}", headers)
-            if status == 401:
-                self._token = ""
-                continue
-            return body if status == 200 else ""
+            self._token = self._token or self.token()
+            status, body, _ = fetch(f"{self.base}/{path}", {"X-aws-ec2-metadata-token": self._token})
+            if status != 401:
+                return body if status == 200 else ""
+            self._token = ""  # it has expired
         return ""
 
     def token(self) -> str:
@@ -160,96 +168,87 @@ class Aws:
         return bool(self.token())
 
 
-class Gcp:
+class Gcp(MetadataServer):
     """`preempted` turns TRUE up to 30 s before the end (up to 120 s where the instance is set to say so)."""
 
+    headers: ClassVar[Mapping[str, str]] = {"Metadata-Flavor": "Google"}
     interval_s = 1.0  # between long polls
     WAIT_S = 60
+    _etag = ""
 
-    def __init__(self, base: str = LINK_LOCAL) -> None:
-        self.base, self._etag = base, ""
-
-    def poll(self) -> list[Notice]:
+    def poll(self) -> list[Request]:
         query = f"?wait_for_change=true&timeout_sec={self.WAIT_S}&last_etag={self._etag}" if self._etag else ""
-        url = f"{self.base}/computeMetadata/v1/instance/preempted{query}"
         timeout_s = self.WAIT_S + 10 if self._etag else TIMEOUT_S
-        status, body, headers = fetch(url, {"Metadata-Flavor": "Google"}, timeout_s=timeout_s)
+        status, body, headers = fetch(self._url + query, self.headers, timeout_s=timeout_s)
         if status != 200:
             raise ValueError(f"HTTP {status}")
         etag = headers.get("etag", "")
         self._etag = etag if etag.isalnum() else ""
-        if body.strip().upper() == "TRUE":
-            return [Notice(Action.STOP, "GCP preemption")]
-        return []
+        return [Request(Action.STOP, "GCP preemption")] if body.strip().upper() == "TRUE" else []
+
+    @property
+    def _url(self) -> str:
+        return f"{self.base}/computeMetadata/v1/instance/preempted"
 
     def present(self) -> bool:
-        url = f"{self.base}/computeMetadata/v1/instance/preempted"
-        status, _, headers = fetch(url, {"Metadata-Flavor": "Google"})
+        status, _, headers = fetch(self._url, self.headers)
         return status == 200 and headers.get("metadata-flavor") == "Google"
 
 
-class Azure:
+class Azure(MetadataServer):
     """Scheduled events. The first call switches them on and may take two minutes."""
 
-    interval_s = 5.0
+    headers: ClassVar[Mapping[str, str]] = {"Metadata": "true"}
+    FIRST_TIMEOUT_S, TIMEOUT_S = 125.0, 10.0
 
-    def __init__(self, base: str = LINK_LOCAL) -> None:
-        self.base, self._name = base, ""
-        self._first_s, self._later_s = 125.0, 10.0  # time-outs
-        self._saved: set[str] = set()
+    def __init__(self, base: str = "") -> None:
+        super().__init__(base)
+        self._name, self._timeout_s = "", self.FIRST_TIMEOUT_S
 
-    def poll(self) -> list[Notice]:
+    def poll(self) -> list[Request]:
+        timeout_s, self._timeout_s = self._timeout_s, self.TIMEOUT_S
         url = f"{self.base}/metadata/scheduledevents?api-version=2020-07-01"
-        timeout_s, self._first_s = self._first_s, self._later_s
-        status, body, _ = fetch(url, {"Metadata": "true"}, timeout_s=timeout_s)
+        status, body, _ = fetch(url, self.headers, timeout_s=timeout_s)
         if status != 200:
             raise ValueError(f"HTTP {status}")
-        notices = []
+        found = []
         for event in json.loads(body)["Events"]:
             kind, resources = event["EventType"], event.get("Resources", [])
             if resources and self.name() and self.name() not in resources:
                 continue  # another machine of the scale set
             if kind in ("Preempt", "Terminate"):
-                seconds = None
+                deadline = None
                 with contextlib.suppress(ValueError, TypeError):  # empty once it has begun
-                    seconds = _seconds_until(email.utils.parsedate_to_datetime(event.get("NotBefore")))
-                notices.append(Notice(Action.STOP, f"Azure {kind}", seconds))
-            elif kind in ("Reboot", "Redeploy") and event["EventId"] not in self._saved:
-                self._saved.add(event["EventId"])
-                notices.append(Notice(Action.SAVE, f"Azure {kind}"))
-        return notices
+                    deadline = _deadline(email.utils.parsedate_to_datetime(event.get("NotBefore")))
+                found.append(Request(Action.STOP, f"Azure {kind}", deadline))
+            elif kind in ("Reboot", "Redeploy"):
+                found += self.save_once(event["EventId"], f"Azure {kind}")
+        return found
 
     def name(self) -> str:
         """This machine's name in the events."""
-        if not self._name:
-            url = f"{self.base}/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-            status, body, _ = fetch(url, {"Metadata": "true"})
-            self._name = body.strip() if status == 200 else ""
+        path = "metadata/instance/compute/name?api-version=2021-02-01&format=text"
+        self._name = self._name or self.get(path).strip()
         return self._name
 
     def present(self) -> bool:
-        url = f"{self.base}/metadata/instance?api-version=2021-02-01"
-        status, body, _ = fetch(url, {"Metadata": "true"})
-        return status == 200 and "compute" in json.loads(body)
+        return "compute" in json.loads(self.get("metadata/instance?api-version=2021-02-01"))
 
 
-class Alibaba:
+class Alibaba(MetadataServer):
     """The spot instance's time of release, five minutes ahead."""
 
-    interval_s = 5.0
+    base = "http://100.100.100.200"
 
-    def __init__(self, base: str = "http://100.100.100.200") -> None:
-        self.url = f"{base}/latest/meta-data/instance/spot/termination-time"
-
-    def poll(self) -> list[Notice]:
-        status, body, _ = fetch(self.url, {})
-        if status != 200 or not body.strip():
-            return []
-        seconds = _seconds_until(_timestamp(body))
-        return [Notice(Action.STOP, "Alibaba spot termination", seconds)] if seconds > -_OLD_S else []
+    def poll(self) -> list[Request]:
+        moment = self.get("latest/meta-data/instance/spot/termination-time")
+        return self.stop_at(_timestamp(moment), "Alibaba spot termination") if moment.strip() else []
 
     def present(self) -> bool:
-        return fetch(self.url.rpartition("/spot/")[0], {})[0] == 200
+        return fetch(f"{self.base}/latest/meta-data/instance", {})[0] == 200
+
+
+CLOUDS: dict[str, type[Aws | Gcp | Azure | Alibaba]] = {"aws": Aws, "gcp": Gcp, "azure": Azure, "alibaba": Alibaba}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -264,8 +263,8 @@ class File:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def poll(self) -> list[Notice]:
-        return [Notice(Action.STOP, f"file {self.path}")] if self.path.exists() else []
+    def poll(self) -> list[Request]:
+        return [Request(Action.STOP, f"file {self.path}")] if self.path.exists() else []
 
 
 class Command:
@@ -277,7 +276,7 @@ class Command:
     def __init__(self, command: str, directory: Path) -> None:
         self.command, self.directory = command, directory
 
-    def poll(self) -> list[Notice]:
+    def poll(self) -> list[Request]:
         with waited_for:
             process = subprocess.Popen(
                 ["sh", "-c", self.command],
@@ -293,7 +292,7 @@ class Command:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 raise
-        return [Notice(Action.STOP, f"command {self.command!r}")] if code == 0 else []
+        return [Request(Action.STOP, f"command {self.command!r}")] if code == 0 else []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -301,25 +300,22 @@ class Command:
 
 def choose(config: Config, stop: threading.Event) -> Poller | None:
     """The poller that `reclaim.notice` names; for `auto` the provider's, or whichever metadata server answers."""
-    kinds: dict[str, Callable[[], Aws | Gcp | Azure | Alibaba]] = {
-        "aws": Aws, "gcp": Gcp, "azure": Azure, "alibaba": Alibaba,
-    }  # fmt: skip
     notice = config.reclaim.notice
     name, _, argument = notice.partition(":")
     if name == "file":
         return File(config.project / Path(argument).expanduser())
     if name == "command":
         return Command(argument, config.project)
-    if notice == "auto" and config.run.provider in kinds:
+    if notice == "auto" and config.run.provider in CLOUDS:
         notice = config.run.provider
-    if notice in kinds:
-        return kinds[notice]()
+    if notice in CLOUDS:
+        return CLOUDS[notice]()
     if notice == "none":
         return None
     for pause in (0.0, 10.0, 60.0):  # at boot the network may come after us
         if stop.wait(pause):
             return None
-        for kind in kinds.values():
+        for kind in CLOUDS.values():
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 poller = kind()
                 if poller.present():
@@ -327,45 +323,28 @@ def choose(config: Config, stop: threading.Event) -> Poller | None:
     return None
 
 
-class Watcher:
-    """Asks in a thread of its own until the first notice to stop, and tells `report` of each notice.
+def watch(config: Config, report: Callable[[Request], None], stop: threading.Event) -> None:
+    """Ask until the first notice to stop, or until `stop` is set; to be run in a thread of its own.
 
     Args:
-        report: called in the thread with the notice and `time.monotonic()` at which the platform kills, where known.
+        report: called with each notice, to which a deadline is given where the platform did not say one.
     """
-
-    def __init__(self, config: Config, report: Callable[[Notice, float | None], None]) -> None:
-        self._config, self._report = config, report
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="notices", daemon=True)
-
-    def start(self) -> None:
-        if self._config.reclaim.notice != "none":
-            self._thread.start()
-
-    def stop(self) -> None:
-        """Ask no more; a request under way is not waited for."""
-        self._stop.set()
-
-    def _watch(self) -> None:
-        poller = choose(self._config, self._stop)
-        failures = 0
-        while poller is not None and not self._stop.is_set():
-            notices: list[Notice] = []
-            try:
-                notices = poller.poll()
-                failures = 0
-            except Exception as error:  # a dead or lying server, whatever it does, is no notice
-                failures += 1
-                if failures == 12:
-                    log.warning("%s does not answer (%s); notices may be missed", type(poller).__name__, error)
-            for notice in notices:
-                now = time.monotonic()
-                seconds = notice.seconds
-                if seconds is None and notice.want >= Action.STOP:
-                    seconds = self._config.reclaim.grace_s - poller.interval_s  # it may have come just after we asked
-                self._report(notice, None if seconds is None else now + max(0.0, seconds))
-                if notice.want >= Action.STOP:
-                    return
-            backoff = min(3, 1 + failures)
-            self._stop.wait(poller.interval_s * backoff * random.uniform(0.8, 1.2))
+    poller = choose(config, stop)
+    failures = 0
+    while poller is not None and not stop.is_set():
+        try:
+            found, failures = poller.poll(), 0
+        except Exception as error:  # a dead or lying server, whatever it does, is no notice
+            found, failures = [], failures + 1
+            if failures == 12:
+                log.warning("%s does not answer (%s); notices may be missed", type(poller).__name__, error)
+        for request in found:
+            if request.action < Action.STOP:
+                report(request)
+                continue
+            now = time.monotonic()
+            grace_s = config.reclaim.grace_s - poller.interval_s  # it may have come just after the last question
+            deadline = now + grace_s if request.deadline is None else request.deadline
+            report(replace(request, deadline=max(now, deadline)))
+            return
+        stop.wait(poller.interval_s * min(3, 1 + failures) * random.uniform(0.8, 1.2))

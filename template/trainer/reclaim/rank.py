@@ -18,11 +18,19 @@ from trainer.reclaim.request import (
     BEAT,
     BEAT_FORMAT,
     LOADING,
-    SAVE_FILE,
+    SAVE_EARLY,
+    SIGNALLED,
+    STARTER_PID,
+    STOP,
     Action,
-    post_request,
-    read_request,
+    Request,
 )
+
+_received: list[tuple[int, float]] = []  # (signal number, time.monotonic()); appended to by the handler alone
+
+
+def _remember(number: int, frame: FrameType | None) -> None:
+    _received.append((number, time.monotonic()))
 
 
 def prepare_rank(runtime: Path | None) -> None:
@@ -38,7 +46,7 @@ def prepare_rank(runtime: Path | None) -> None:
     if runtime is not None:
         parent = None
         with contextlib.suppress(OSError, ValueError):
-            parent = int((runtime / "torchrun.pid").read_text())
+            parent = int((runtime / STARTER_PID).read_text())
         die_with_parent(parent)
         (runtime / f"{LOADING}{os.getpid()}").touch()
 
@@ -47,13 +55,6 @@ def worker_ignore_signals(worker_id: int) -> None:
     """`worker_init_fn` of a DataLoader: its workers outlive the signal that asks their rank to stop."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-_received: list[tuple[int, float]] = []  # (signal number, time.monotonic()); appended to by the handler alone
-
-
-def _remember(number: int, frame: FrameType | None) -> None:
-    _received.append((number, time.monotonic()))
 
 
 class Reclaim:
@@ -66,10 +67,8 @@ class Reclaim:
 
     def __init__(self, runtime: Path | None, grace_s: float) -> None:
         self.grace_s = grace_s
-        self.source = ""  # of the strongest request seen: SIGTERM, aws spot notice, ...
-        self.deadline: float | None = None  # time.monotonic() at which the platform kills; None: nobody said
         self._runtime = runtime
-        self._want = Action.NOTHING
+        self._strongest = Action.NOTHING  # of the requests to stop
         self._seen = 0  # signals of _received that were looked at
         self._people = True  # whether every request so far was a Ctrl-C
         self._beats: int | None = None  # descriptor of the beat file
@@ -104,31 +103,27 @@ class Reclaim:
     @property
     def interrupted(self) -> bool:
         """Whether a person's Ctrl-C was all that asked to stop."""
-        return self._want >= Action.STOP and self._people
+        return self._strongest >= Action.STOP and self._people
 
     def requested(self) -> Action:
-        """What this rank has been asked for; asked once a step. A SAVE is answered once, on one rank of the node."""
+        """What this rank has been asked for; called once a step. A SAVE is answered once, on one rank of the node."""
         while self._seen < len(_received):
             number, moment = _received[self._seen]
             self._seen += 1
-            name = signal.Signals(number).name
-            self._ask(Action.STOP, name, moment + self.grace_s, person=number == signal.SIGINT)
+            self._note(self._of_signal(number, moment))
         if self._runtime is not None:
             self._beat()
-            if (request := read_request(self._runtime)) is not None:
-                self._ask(*request)
-            if self._want == Action.NOTHING:
+            if request := Request.read(self._runtime / STOP):
+                self._note(request)
+            if self._strongest == Action.NOTHING:
                 with contextlib.suppress(OSError):
-                    (self._runtime / SAVE_FILE).unlink()  # whoever removes it has the request
+                    (self._runtime / SAVE_EARLY).unlink()  # the rank that removes it has the request
                     return Action.SAVE
-        return self._want
+        return self._strongest
 
-    def _ask(self, want: Action, source: str, deadline: float | None, person: bool) -> None:
-        self._people = self._people and person
-        if deadline is not None:
-            self.deadline = deadline if self.deadline is None else min(self.deadline, deadline)
-        if want > self._want:
-            self._want, self.source = want, source
+    def _note(self, request: Request) -> None:
+        self._people = self._people and request.person
+        self._strongest = max(self._strongest, request.action)
 
     def _beat(self) -> None:
         """Tell the launcher that this rank makes steps."""
@@ -149,16 +144,15 @@ class Reclaim:
         os.pwrite(self._beats, BEAT_FORMAT.pack(now, self._usual_s, self._count), 0)
 
     def _listen(self) -> None:
-        while byte := os.read(self._read, 1):
-            number = byte[0]
-            if number == 0:
-                return
+        while number := os.read(self._read, 1)[0]:
             if number in STOP_SIGNALS:
                 self._tell_launcher(number, time.monotonic())
 
     def _tell_launcher(self, number: int, moment: float) -> None:
-        if self._runtime is None:
-            return
+        if self._runtime is not None and not (self._runtime / SIGNALLED).exists():
+            with contextlib.suppress(OSError):
+                self._of_signal(number, moment).write(self._runtime / SIGNALLED)
+
+    def _of_signal(self, number: int, moment: float) -> Request:
         name, person = signal.Signals(number).name, number == signal.SIGINT
-        with contextlib.suppress(OSError):
-            post_request(self._runtime, Action.STOP, name, moment + self.grace_s, person=person)
+        return Request(Action.STOP, name, moment + self.grace_s, person)

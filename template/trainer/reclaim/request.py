@@ -1,13 +1,20 @@
 """From "the machine is being taken away" to a request that all ranks act on at the same step.
 
-A rank's signal handlers set a flag and nothing else. Each rank offers what it wants to the reduction of every step,
-and the strongest wish of any rank is what all of them do. The launcher and the ranks of its node speak through files
-in the runtime directory:
+A rank's signal handlers set a flag and nothing else. Each rank offers what it was asked for to the reduction of every
+step, and the strongest request of any rank is what all of them do.
 
-    stop.json       the request to stop; stays
-    save_early      the request to save and go on; one rank takes it
-    loading_<pid>   a rank that has not asked for the first time: it has made no step, and may be killed
-    beat_<pid>      a rank that makes steps: when it last asked, how far apart it usually asks, how often it has
+The launcher of a node and its ranks speak through files in the runtime directory, a fresh one on the local disk:
+
+| file               | written by               | read by  | says                                               |
+|--------------------|--------------------------|----------|----------------------------------------------------|
+| stop.json          | launcher                 | ranks    | the request to stop, which stays                   |
+| save_early         | launcher                 | ranks    | save and go on; the rank that removes it does so   |
+| signalled.json     | ranks                    | launcher | a signal came to a rank directly                   |
+| loading_<pid>      | ranks (launcher removes) | launcher | this rank has made no step, and may be killed      |
+| beat_<pid>         | ranks                    | launcher | steps: the last one's moment, usual time, how many |
+| status_<rank>.json | ranks (`outcome.Status`) | launcher | why the rank ended                                 |
+| starter.pid        | `launch/spawn.py`        | ranks    | the process that started them                      |
+| starter.json       | `launch/spawn.py`        | launcher | how the ranks ended, as seen from outside          |
 
 Deadlines are `time.monotonic()` seconds, which all processes of a machine share.
 """
@@ -21,16 +28,18 @@ import math
 import os
 import struct
 import threading
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
-STOP_FILE, SAVE_FILE = "stop.json", "save_early"
+STOP, SAVE_EARLY, SIGNALLED = "stop.json", "save_early", "signalled.json"
 LOADING, BEAT = "loading_", "beat_"
 BEAT_FORMAT = struct.Struct("ddq")
+STARTER_PID, STARTER_REPORT = "starter.pid", "starter.json"
 
 
 class Action(enum.IntEnum):
-    """What is asked of the training loop; of several wishes the largest number wins."""
+    """What is asked of the training loop; of several requests the largest number wins."""
 
     NOTHING = 0
     SAVE = 1  # save now, go on training (a notice that is only likely to be followed by a reclaim)
@@ -38,40 +47,34 @@ class Action(enum.IntEnum):
     STOP_UNSAVED = 3  # end this step and stop; only a save that is in flight is waited for
 
 
-def post_request(
-    runtime: Path, want: Action, source: str, deadline: float | None = None, *, person: bool = False
-) -> None:
-    """Ask the ranks of this node; a weaker request than one that stands is dropped.
+@dataclass(frozen=True)
+class Request:
+    """A request to save or to stop; `deadline` is `time.monotonic()` of the platform's SIGKILL, None: not known."""
 
-    Args:
-        deadline: `time.monotonic()` seconds at which the platform kills.
-        person: a Ctrl-C.
-    """
-    if want == Action.NOTHING:
-        return
-    if want == Action.SAVE:
-        (runtime / SAVE_FILE).touch()
-        return
-    if (standing := read_request(runtime)) is not None and standing[0] >= want:
-        return
-    temporary = runtime / f".{STOP_FILE}.{os.getpid()}.{threading.get_ident()}"
-    temporary.write_text(json.dumps({"want": want, "source": source, "deadline": deadline, "person": person}))
-    temporary.replace(runtime / STOP_FILE)
+    action: Action
+    source: str  # SIGTERM, AWS spot instance-action, ...
+    deadline: float | None = None
+    person: bool = False  # a Ctrl-C
 
+    def write(self, path: Path) -> None:
+        """In one piece, in place of whatever was there."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+        temporary.write_text(json.dumps(asdict(self)))
+        temporary.replace(path)
 
-def read_request(runtime: Path) -> tuple[Action, str, float | None, bool] | None:
-    """The request to stop that stands: what, who asked, deadline (monotonic seconds), whether it was a Ctrl-C."""
-    try:
-        text = (runtime / STOP_FILE).read_text()
-    except OSError:
-        return None
-    request = json.loads(text)
-    return Action(request["want"]), request["source"], request["deadline"], request["person"]
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """None where nothing was written."""
+        try:
+            fields = json.loads(path.read_text())
+        except OSError:
+            return None
+        return cls(**fields | {"action": Action(fields["action"])})
 
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's last sign of life: `time.monotonic()`, its usual seconds per step (0: not known), steps asked."""
+    """A rank's last sign of life: `time.monotonic()`, its usual seconds per step (0: not known), steps so far."""
 
     moment: float
     usual_s: float
@@ -111,7 +114,7 @@ def decide(left_s: float, step_s: float, save_s: float | None, pending_s: float)
     """What the time until the platform's SIGKILL is enough for, and why, for the log.
 
     Args:
-        left_s: seconds that may be used; infinite where nobody kills.
+        left_s: seconds that may be used; infinite where nothing kills.
         step_s: until the ranks act on the request: a step, or two where they agree one late.
         save_s: of a save until it is durable, as measured in this run; None before the first: it is tried.
         pending_s: until the save in flight is durable; 0 where there is none.
@@ -122,6 +125,6 @@ def decide(left_s: float, step_s: float, save_s: float | None, pending_s: float)
     needed = step_s + pending_s + save_s
     if needed <= left_s:
         return Action.STOP, f"{left}, about {needed:.0f} s needed: ending the step and saving it"
-    flush = "; the save in flight is waited for" if 0 < pending_s <= left_s else ""
-    flush = "; the save in flight will hardly make it" if pending_s > left_s else flush
-    return Action.STOP_UNSAVED, f"{left}, about {needed:.0f} s needed for a save: stopping without{flush}"
+    pending = "; the save in flight is waited for" if 0 < pending_s <= left_s else ""
+    pending = "; the save in flight will hardly make it" if pending_s > left_s else pending
+    return Action.STOP_UNSAVED, f"{left}, about {needed:.0f} s needed for a save: stopping without{pending}"

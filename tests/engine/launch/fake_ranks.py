@@ -1,4 +1,4 @@
-"""Stands in for torchrun and its ranks in tests of the launcher: the same files, signals and records, without torch.
+"""A rank that only pretends to train, for tests of the launcher: the same files, signals and records, without torch.
 
 The environment variable FAKE_RANKS holds what to do as JSON:
     step_s, save_s   seconds of a step and of a save
@@ -24,20 +24,19 @@ from trainer.checkpoint.lease import commit_lock
 from trainer.config.fingerprint import fingerprint
 from trainer.config.load import load_config
 from trainer.config.settings import Config
-from trainer.launch.attempt import Start
+from trainer.launch.spawn import StartSpec
 from trainer.launch.supervisor import launch
 from trainer.ledger import Ledger, Records
-from trainer.outcome import ConfigError, Reason, write_status
+from trainer.outcome import ConfigError, Reason, Status
 from trainer.reclaim.rank import Reclaim, prepare_rank
 from trainer.reclaim.request import Action
 
 FAKE = json.loads(os.environ.get("FAKE_RANKS", "{}"))
 
 
-def command(start: Start) -> list[str]:
-    """In place of `trainer.launch.attempt.torchrun_command`."""
-    arguments = [str(start.runtime), str(start.attempt or 0), str(start.ranks), *start.overrides]
-    return [sys.executable, __file__, *arguments]
+def command(start: StartSpec) -> list[str]:
+    """In place of `trainer.launch.spawn.rank_command`."""
+    return [__file__, str(start.runtime), str(start.attempt or 0), *start.overrides]
 
 
 def save(run_dir: Path, step: int, attempt: int, config: Config, ledger: Ledger) -> None:
@@ -92,8 +91,8 @@ def _reason(reclaim: Reclaim) -> Reason:
     return Reason.INTERRUPTED if reclaim.interrupted else Reason.RECLAIMED
 
 
-def be_the_ranks() -> int:
-    runtime, attempt, ranks, *overrides = sys.argv[1:]
+def be_a_rank() -> int:
+    runtime, attempt, *overrides = sys.argv[1:]
     prepare_rank(Path(runtime))
     config = load_config(overrides, Path.cwd())
     reason, step, message = Reason.CRASHED, 0, ""
@@ -104,12 +103,11 @@ def be_the_ranks() -> int:
     except Exception:
         message = traceback.format_exc()
         step = FAKE.get("crash_at", 0)
-    for rank in range(int(ranks)):
-        write_status(Path(runtime), rank, reason, step, message)
-    return 0 if reason in (Reason.FINISHED, Reason.RECLAIMED, Reason.INTERRUPTED) else 1
+    Status(reason, step, message).write(Path(runtime))
+    return 0 if reason.is_clean else 1
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "launch":
         sys.exit(launch(sys.argv[2:], gpus=1, command=command, project=Path.cwd()))
-    sys.exit(be_the_ranks())
+    sys.exit(be_a_rank())

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 from trainer.launch.exit_reason import translate
-from trainer.launch.signals import Request
-from trainer.outcome import Reason
-from trainer.reclaim.request import Action
+from trainer.outcome import Reason, Status
+from trainer.reclaim.request import Action, Request
 
 
-def _status(reason: str, step: int = 5, rank: int = 0, message: str = "") -> dict[str, Any]:
-    return {"reason": reason, "step": step, "rank": rank, "message": message}
+def _status(reason: str, step: int = 5, rank: int = 0, message: str = "") -> Status:
+    return Status(Reason(reason), step, message, rank)
 
 
 STOP = Request(Action.STOP, "SIGTERM", None)
@@ -41,7 +40,7 @@ BOTH_STOPPED = [_status("reclaimed"), _status("interrupted", rank=1)]
     ],
 )
 def test_one_reason_from_what_ranks_and_torchrun_left(
-    statuses: list[dict[str, Any]], report: dict[str, Any], code: int, stop: Request | None, reason: Reason
+    statuses: list[Status], report: dict[str, Any], code: int, stop: Request | None, reason: Reason
 ) -> None:
     assert translate(statuses, report, code, 2, stop).reason is reason
 

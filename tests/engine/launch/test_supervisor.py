@@ -16,10 +16,7 @@ import pytest
 
 import trainer
 from trainer.checkpoint.commit import complete
-from trainer.launch.attempt import Start, rank_environment, torchrun_command
 from trainer.ledger import read_ledger, read_records
-from trainer.machine.gpus import Ranks
-from trainer.machine.nodes import Nodes
 from trainer.processes import alive
 
 FAKE = Path(__file__).with_name("fake_ranks.py")
@@ -329,16 +326,6 @@ def test_a_second_launcher_is_refused_while_the_first_lives(run: Run) -> None:
     run.reaches(3)
     assert run.code("train.steps=100000") == 75
     assert f"process {first.pid}" in run.log
-
-
-def test_torchrun_neither_restarts_nor_shares_its_store(tmp_path: Path) -> None:
-    nodes = Nodes(2, 1, "10.0.0.1:29400", "42.0", "Slurm")
-    words = torchrun_command(Start(tmp_path, None, 4, nodes, "run", 45, ["a.b=c"], ["x.y", "z"]))
-    assert "--max-restarts=0" in words and "--nproc-per-node=4" in words and "--rdzv-id=run.42.0" in words
-    assert "--attempt" not in words and words[words.index("--accept") + 1] == "x.y,z"
-    environment = rank_environment(Ranks(4, False, ""), nodes, 9)
-    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-    assert environment["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "2")
 
 
 def test_the_launcher_imports_no_torch() -> None:

@@ -17,8 +17,8 @@ import pytest
 
 from trainer.config.settings import Config, ReclaimConfig
 from trainer.reclaim import notices
-from trainer.reclaim.notices import Alibaba, Aws, Azure, Command, File, Gcp, Notice, Poller, Watcher
-from trainer.reclaim.request import Action
+from trainer.reclaim.notices import CLOUDS, Alibaba, Aws, Azure, Command, File, Gcp, Poller
+from trainer.reclaim.request import Action, Request
 
 Say = Callable[..., str]
 serve = runpy.run_path(str(Path(__file__).with_name("fake_metadata.py")))["serve"]
@@ -47,6 +47,12 @@ def _in(seconds: float) -> str:
     return (datetime.now(UTC) + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def _left(notice: Request) -> float:
+    """Seconds until the deadline."""
+    assert notice.deadline is not None
+    return notice.deadline - time.monotonic()
+
+
 def test_aws_without_a_notice_says_nothing(say: Say) -> None:
     assert Aws(say(provider="aws")).poll() == []
 
@@ -54,22 +60,22 @@ def test_aws_without_a_notice_says_nothing(say: Say) -> None:
 @pytest.mark.parametrize("action", ["stop", "terminate"])
 def test_aws_action_and_time(say: Say, action: str) -> None:
     (notice,) = Aws(say(provider="aws", action={"action": action, "time": _in(120)})).poll()
-    assert notice.want is Action.STOP and action in notice.source
-    assert notice.seconds is not None and 117 < notice.seconds <= 120
+    assert notice.action is Action.STOP and action in notice.source
+    assert 117 < _left(notice) <= 120
 
 
 def test_aws_hibernation_begins_at_once(say: Say) -> None:
     (notice,) = Aws(say(provider="aws", action={"action": "hibernate", "time": _in(-1)})).poll()
-    assert notice.want is Action.STOP and notice.seconds is None
+    assert notice.action is Action.STOP and notice.deadline is None
 
 
 def test_aws_rebalance_recommendation_saves_early_and_once(say: Say) -> None:
     base = say(provider="aws", recommendation={"noticeTime": "2026-10-27T08:22:00Z"})
     aws = Aws(base)
-    assert [notice.want for notice in aws.poll()] == [Action.SAVE]
+    assert [notice.action for notice in aws.poll()] == [Action.SAVE]
     assert aws.poll() == []
     say(provider="aws", recommendation={"noticeTime": "2026-10-27T09:00:00Z"})
-    assert [notice.want for notice in aws.poll()] == [Action.SAVE]
+    assert [notice.action for notice in aws.poll()] == [Action.SAVE]
 
 
 def test_aws_action_that_was_left_over_is_ignored(say: Say) -> None:
@@ -88,7 +94,7 @@ def test_gcp_is_told_within_a_moment_by_its_long_poll(say: Say) -> None:
     threading.Timer(0.3, say, kwargs={"provider": "gcp", "preempted": True}).start()
     began = time.monotonic()
     (notice,) = gcp.poll()
-    assert notice.want is Action.STOP
+    assert notice.action is Action.STOP
     assert time.monotonic() - began < 5
 
 
@@ -101,9 +107,9 @@ def test_azure_events(say: Say, kind: str, want: Action) -> None:
     event = {"EventId": "1", "EventType": kind, "Resources": ["me"], "EventStatus": "Scheduled", "NotBefore": when}
     azure = Azure(say(provider="azure", events=[event]))
     (notice,) = azure.poll()
-    assert notice.want is want
+    assert notice.action is want
     if want is Action.STOP:
-        assert notice.seconds is not None and 27 < notice.seconds <= 30
+        assert 27 < _left(notice) <= 30
     else:
         assert azure.poll() == []
 
@@ -111,7 +117,7 @@ def test_azure_events(say: Say, kind: str, want: Action) -> None:
 def test_azure_event_that_has_begun_has_no_time(say: Say) -> None:
     event = {"EventId": "1", "EventType": "Preempt", "Resources": ["me"], "EventStatus": "Started", "NotBefore": ""}
     (notice,) = Azure(say(provider="azure", events=[event])).poll()
-    assert notice.seconds is None
+    assert notice.deadline is None
 
 
 def test_azure_events_of_other_machines_and_a_freeze_are_no_notice(say: Say) -> None:
@@ -127,16 +133,16 @@ def test_alibaba_time_of_release(say: Say) -> None:
     assert Alibaba(base).poll() == []
     say(provider="alibaba", termination=_in(300))
     (notice,) = Alibaba(base).poll()
-    assert notice.seconds is not None and 297 < notice.seconds <= 300
+    assert 297 < _left(notice) <= 300
 
 
 @pytest.mark.parametrize("provider", ["aws", "gcp", "azure", "alibaba"])
 def test_a_provider_is_found_by_its_own_answer_only(say: Say, provider: str) -> None:
     base = say(provider=provider)
     found = []
-    for name, kind in {"aws": Aws, "gcp": Gcp, "azure": Azure, "alibaba": Alibaba}.items():
+    for name, kind in CLOUDS.items():
         try:
-            present = kind(base).present()  # type: ignore[attr-defined]
+            present = kind(base).present()
         except (OSError, ValueError):
             present = False
         if present:
@@ -150,10 +156,10 @@ def test_a_server_that_lies_is_no_notice(
     say: Say, kind: Callable[[str], Poller], lie: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notices, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(Azure, "FIRST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(Azure, "TIMEOUT_S", 0.3)
     provider = kind.__name__.lower()
     poller = kind(say(provider=provider, preempted=True, lie=lie))
-    if isinstance(poller, Azure):
-        poller._first_s = poller._later_s = 0.3
     try:
         assert poller.poll() == []
     except (OSError, ValueError, KeyError):
@@ -174,23 +180,14 @@ def test_file_and_command(tmp_path: Path) -> None:
     sign = tmp_path / "sign"
     assert File(sign).poll() == Command(f"test -e '{sign}'", tmp_path).poll() == []
     sign.touch()
-    assert File(sign).poll()[0].want is Command("test -e sign", tmp_path).poll()[0].want is Action.STOP
+    assert File(sign).poll()[0].action is Command("test -e sign", tmp_path).poll()[0].action is Action.STOP
 
 
-def test_the_watcher_gives_a_notice_without_a_time_the_grace_less_its_interval(tmp_path: Path) -> None:
+def test_a_notice_without_a_time_leaves_the_grace_less_the_time_between_two_questions(tmp_path: Path) -> None:
     (tmp_path / "sign").touch()
     config = replace(Config(project=tmp_path), reclaim=ReclaimConfig(grace_s=20, notice="file:sign"))
-    told: list[tuple[Notice, float | None]] = []
-    heard = threading.Event()
-
-    def report(notice: Notice, deadline: float | None) -> None:
-        told.append((notice, deadline))
-        heard.set()
-
-    watcher = Watcher(config, report)
-    watcher.start()
-    assert heard.wait(10)
-    ((notice, deadline),) = told
-    assert notice.want is Action.STOP and deadline is not None
-    assert 18 < deadline - time.monotonic() <= 19
-    watcher.stop()
+    reported: list[Request] = []
+    notices.watch(config, reported.append, threading.Event())
+    (notice,) = reported
+    assert notice.action is Action.STOP
+    assert 18 < _left(notice) <= 19
