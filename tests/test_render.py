@@ -540,6 +540,18 @@ def test_the_rendered_repo_is_linted_like_the_template(projects: dict[str, Path]
     assert there["lint"]["select"] == here["lint"]["select"]
 
 
+def test_the_hooks_before_a_commit_run_the_pinned_versions() -> None:
+    used: dict[str, set[str]] = {}
+    for file in (ROOT / ".pre-commit-config.yaml", TEMPLATE / ".pre-commit-config.yaml"):
+        (repo,) = yaml.safe_load(file.read_text())["repos"]
+        assert repo["repo"] == "local"  # nothing is cloned from anywhere
+        for hook in repo["hooks"]:
+            for requirement in map(Requirement, hook["additional_dependencies"]):
+                used.setdefault(requirement.name, set()).add(str(requirement.specifier))
+    assert used["ruff"] == {f"=={pins()['ruff'][0]}"}
+    assert all(len(versions) == 1 and min(versions).startswith("==") for versions in used.values()), used
+
+
 def test_the_readme_names_commands_and_settings_that_exist(variant: tuple[Path, dict[str, Any]]) -> None:
     text = (variant[0] / "README.md").read_text()
     commands = set(re.findall(r"python -m trainer ([a-z]+)", text))
