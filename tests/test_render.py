@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 from tests import startup_schema
 from trainer.config import settings
 from trainer.config.load import load_config, sections_of
-from trainer.config.settings import FILE_SECTIONS, STARTUP_FILE, Config
+from trainer.config.settings import CONFIG_FILE, FILE_SECTIONS, STARTUP_FILE, Config
 from trainer.interval import compute_interval
 from trainer.outcome import ConfigError
 
@@ -153,9 +153,13 @@ def test_the_saves_come_at_the_calculated_interval(variant: tuple[Path, dict[str
 def test_the_yaml_files_name_every_setting_once(variant: tuple[Path, dict[str, Any]]) -> None:
     for file, sections in FILE_SECTIONS.items():
         tree = yaml.safe_load((variant[0] / file).read_text())
-        assert list(tree) == [*(["task"] if "model" in sections else []), *sections]
+        assert list(tree) == (["task", *sections] if file == CONFIG_FILE else list(sections))
         for section in sections:
-            assert sorted(tree[section]) == sorted(each.name for each in dataclasses.fields(SECTIONS[section]))
+            fields = [each.name for each in dataclasses.fields(SECTIONS[section])]
+            if section == "data":  # its own keys of the task come first, as they matter most
+                assert sorted(tree[section]) == sorted(fields)
+            else:
+                assert list(tree[section]) == fields
 
 
 def test_the_startup_config_keeps_its_schema(variant: tuple[Path, dict[str, Any]]) -> None:
@@ -556,9 +560,13 @@ def test_the_readme_names_commands_and_settings_that_exist(variant: tuple[Path, 
     text = (variant[0] / "README.md").read_text()
     commands = set(re.findall(r"python -m trainer ([a-z]+)", text))
     source = (TEMPLATE / "trainer/cli.py").read_text()
-    assert commands >= {"checkpoints", "doctor", "drill", "export", "interval", "report", "sample"}
+    assert commands >= {"checkpoints", "doctor", "drill", "export", "interval", "report"}
     for command in commands:
         assert re.search(rf"^(?:def {command}\(|@main.command\(\"{command}\")", source, re.MULTILINE), command
+    modules = re.findall(r"python -m (tasks[.a-z_]+)", text)
+    assert "tasks.language_model.sample" in modules
+    for path in [*(f"{module.replace('.', '/')}.py" for module in modules), *re.findall(r"`(t[a-z_/]+\.py)`", text)]:
+        assert (variant[0] / path).is_file(), path
     for section, name in set(re.findall(rf"\b({'|'.join(SECTIONS)})\.([a-z_]+)\b(?!\()", text)):
         if name not in ("py", "yaml", "jsonl", "sh", "png", "safetensors"):
             assert name in {each.name for each in dataclasses.fields(SECTIONS[section])}, f"{section}.{name}"
