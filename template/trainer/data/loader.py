@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from trainer.config.settings import DataConfig
 from trainer.data.order import SampleOrder, batch_checksum, derive_seed
@@ -36,26 +36,7 @@ class Batch:
         return tree_map(lambda value: value.to(device, non_blocking=True), self.samples)
 
 
-@dataclass(frozen=True)
-class _Request:
-    micro_batch: MicroBatch
-    numbers: np.ndarray
-    epochs: np.ndarray
-
-
-class _Requests(Sampler[_Request]):
-    """The micro-batches of one rank, step after step, from `consumed` samples on."""
-
-    def __init__(self, order: SampleOrder, plan: BatchPlan, rank: int, consumed: int, steps: int) -> None:
-        self.order, self.plan, self.consumed, self.steps = order, plan, consumed, steps
-        self.mine = plan.of_rank(rank)
-
-    def __iter__(self) -> Iterator[_Request]:
-        for step in range(self.steps):
-            start = self.consumed + step * self.plan.global_batch
-            for micro_batch in self.mine:
-                positions = start + np.asarray(micro_batch.positions, dtype=np.int64)
-                yield _Request(micro_batch, *self.order.at(positions))
+_Request = tuple[MicroBatch, np.ndarray, np.ndarray]  # with the sample numbers and epochs at its positions
 
 
 class _MicroBatches(Dataset[Batch]):
@@ -63,15 +44,10 @@ class _MicroBatches(Dataset[Batch]):
         self.source = samples
 
     def __getitem__(self, request: _Request) -> Batch:
-        mine, numbers = request.micro_batch, request.numbers
-        samples = self.source.samples(numbers, request.epochs)
-        positions = np.asarray(mine.positions, dtype=np.int64)
-        checksum = (0, 0) if mine.is_padding else batch_checksum(positions, numbers)
+        mine, numbers, epochs = request
+        samples = self.source.samples(numbers, epochs)
+        checksum = (0, 0) if mine.is_padding else batch_checksum(np.asarray(mine.positions, dtype=np.int64), numbers)
         return Batch(mine.index, samples, mine.is_padding, checksum)
-
-
-def _as_is(batch: Any) -> Any:
-    return batch
 
 
 def loader(
@@ -82,18 +58,24 @@ def loader(
 
     Its workers' seeds come from a generator of its own: a loader takes nothing from the streams of the user's code.
     """
-    requests = _Requests(SampleOrder(len(samples), seed), plan, rank, consumed, steps)
+    order, mine = SampleOrder(len(samples), seed), plan.of_rank(rank)
+
+    def requests() -> Iterator[_Request]:
+        for step in range(steps):
+            for micro_batch in mine:
+                positions = np.asarray(micro_batch.positions, dtype=np.int64)
+                yield micro_batch, *order.at(consumed + step * plan.global_batch + positions)
+
     batches = iter(
         DataLoader(
             _MicroBatches(samples),
             batch_size=None,
-            sampler=requests,
-            collate_fn=_as_is,
+            sampler=requests(),
             num_workers=workers,
             prefetch_factor=settings.prefetch if workers else None,
             worker_init_fn=worker_ignore_signals,
             generator=torch.Generator().manual_seed(derive_seed("loader", seed, rank, consumed)),
-            multiprocessing_context="fork" if workers else None,  # else the token file would be pickled
+            multiprocessing_context="fork" if workers else None,  # else the samples would be pickled
             pin_memory=pin,
         )
     )
