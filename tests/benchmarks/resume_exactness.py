@@ -1,18 +1,25 @@
-"""How far a resumed run is from one that was never interrupted, and what a restart costs.
+"""Is a run the same, to the bit, on any number of ranks, killed and resumed or not; and what does a restart cost.
 
-    python tests/benchmarks/resume_exactness.py [--steps 200] [--restarts 5] [--json FILE]
+    python tests/benchmarks/resume_exactness.py [--steps 200] [--restarts 5] [--cost] [--json FILE]
 
-Trains on 8 CPU ranks, saves step 20 and goes on for `--steps`; then resumes from that very checkpoint on 8, 4, 3 and
-1 ranks and compares every step. Then times `restart.sh` on one rank until the first new step is in the metrics, next
-to a bare script that does what cannot be avoided: start Python, import torch, set up FSDP2, read the bytes, one step.
+Trains the same run (dropout, clipping, AdamW, averaged weights, evaluations, a last micro-batch that is smaller than
+the others) on 1, 2, 3, 4, 5 and 8 CPU ranks, sharded and replicated, and once more from 8 to 3 to 5 to 1 ranks with
+SIGKILL and SIGTERM between. Every loss, gradient norm, learning rate, validation loss and every tensor of the last
+checkpoint is compared with those of one rank; the first step and tensor that differ are named.
+
+--restarts times `restart.sh` on one rank until the first new step is in the metrics, next to a bare script that does
+what cannot be avoided: start Python, import torch, set up FSDP2, read the bytes, make one step. --cost compares steps
+with and without `train.reproducible`, in alternating runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -21,16 +28,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
+
 TEMPLATE = Path(__file__).resolve().parents[2] / "template"
 sys.path.insert(0, str(TEMPLATE))
 
+from trainer.checkpoint.dcp.reader import load_tensors  # noqa: E402
 from trainer.ledger import read_ledger  # noqa: E402
 from trainer.metrics import read_metrics  # noqa: E402
 
 SAVED = 20
+LAYOUTS = [(1, "fsdp"), (2, "fsdp"), (3, "fsdp"), (4, "fsdp"), (5, "fsdp"), (8, "fsdp"), (3, "ddp"), (4, "hsdp")]
+CHAIN = [(8, signal.SIGKILL), (3, signal.SIGTERM), (5, signal.SIGKILL), (1, None)]
 SETTINGS = [
-    "model.layers=2", "model.width=64", "model.heads=4", "data.sequence_length=64", "data.global_batch=32",
-    "data.micro_batch=4", "optim.warmup_steps=10", "train.eval_every_steps=0", "logging.tensorboard=false",
+    "model.layers=2", "model.width=64", "model.heads=4", "model.dropout=0.1", "data.sequence_length=64",
+    "data.global_batch=30", "data.micro_batch=4", "optim.warmup_steps=10", "optim.ema_decay=0.99",
+    "train.eval_every_steps=50", "logging.tensorboard=false",
     "logging.every_steps=1000", "checkpoint.keep_last=1000", "volume.allow_ephemeral=true", "reclaim.notice=none",
 ]  # fmt: skip
 
@@ -41,11 +55,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from trainer.config.load import load_config
-from tasks.language_model.model import build_model
+from tasks.language_model import build_task
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 dist.init_process_group("gloo")
 config = load_config(sys.argv[2:])
-model = build_model(config)
+model = build_task(config).build_model()
 for block in model.blocks:
     fully_shard(block)
 fully_shard(model)
@@ -64,18 +78,35 @@ class Project:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.runs = folder, folder / "checkpoints"
-        shutil.copytree(TEMPLATE / "trainer", folder / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
+        for part in ("trainer", "tasks"):
+            shutil.copytree(TEMPLATE / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(TEMPLATE / "restart.sh", folder)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
         self.environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a machine that trains keeps what it has compiled
 
-    def launch(self, name: str, ranks: int, steps: int, every: int) -> list[dict[str, Any]]:
-        """Run to `steps`; the lines of the metrics."""
-        self._popen(ranks, f"run.name={name}", f"train.steps={steps}", f"checkpoint.every_steps={every}").wait()
-        lines = read_metrics(self.runs / name)
-        assert lines[-1]["step"] == steps, f"{name} ended after step {lines[-1]['step']}"
-        return lines
+    def launch(self, name: str, ranks: int, steps: int, every: int, *more: str) -> None:
+        """Run to `steps`."""
+        self._popen(ranks, f"run.name={name}", f"train.steps={steps}", f"checkpoint.every_steps={every}", *more).wait()
+        last = read_metrics(self.runs / name)[-1]["step"]
+        assert last == steps, f"{name} ended after step {last}"
+
+    def chain(self, name: str, steps: int, every: int) -> None:
+        """Run to `steps` on the numbers of ranks of `CHAIN`, stopped by its signals on the way."""
+        for number, (ranks, ending) in enumerate(CHAIN, start=1):
+            process = self._popen(ranks, f"run.name={name}", f"train.steps={steps}", f"checkpoint.every_steps={every}")
+            until = steps * number // len(CHAIN) + every // 2
+            while ending and process.poll() is None:
+                lines = read_metrics(self.runs / name) if (self.runs / name / "metrics.jsonl").exists() else []
+                if lines and lines[-1]["step"] >= until:
+                    everyone = [psutil.Process(process.pid)]
+                    everyone += everyone[0].children(recursive=True) if ending is signal.SIGKILL else []
+                    for one in everyone:
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            one.send_signal(ending)
+                    break
+                time.sleep(0.05)
+            process.wait()
 
     def branch(self, source: str, target: str, step: int) -> None:
         """A new run that has checkpoint `step` of another, and nothing else."""
@@ -118,40 +149,64 @@ class Project:
         )  # fmt: skip
 
 
-def difference(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the steps that both have."""
-    by_step = {line["step"]: line for line in expected}
-    pairs = [(by_step[line["step"]], line) for line in found]
-    return {
-        "steps": len(pairs),
-        "loss": max(abs(two["loss"] - one["loss"]) / one["loss"] for one, two in pairs),
-        "grad_norm": max(abs(two["grad_norm"] - one["grad_norm"]) / one["grad_norm"] for one, two in pairs),
-        "same_samples": all(one["batch_hash"] == two["batch_hash"] for one, two in pairs),
-        "same_rates": all(one["lr"] == two["lr"] for one, two in pairs),
-    }
+def bits(run_dir: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """What has to be equal: the lines that count, without times, and the last checkpoint."""
+    lines = [
+        {name: value for name, value in line.items() if name not in ("seconds", "units_per_s", "attempt")}
+        for line in read_metrics(run_dir)
+    ]
+    tensors, _ = load_tensors(run_dir)
+    return lines, {name: value for name, value in tensors.items() if not name.startswith("rng.")}
+
+
+def first_difference(one: Path, other: Path) -> str:
+    """In words; empty where every number and tensor is the same."""
+    (lines, tensors), (other_lines, other_tensors) = bits(one), bits(other)
+    if len(lines) != len(other_lines) or tensors.keys() != other_tensors.keys():
+        return f"{len(other_lines)} steps, {len(other_tensors)} tensors"
+    for line, found in zip(lines, other_lines, strict=True):
+        for name, value in line.items():
+            if found.get(name) != value:
+                return f"step {line['step']}: {name} {value!r} and {found.get(name)!r}"
+    apart = [name for name, tensor in tensors.items() if not torch.equal(tensor, other_tensors[name])]
+    return f"tensor {apart[0]} and {len(apart) - 1} more" if apart else ""
+
+
+def step_costs(project: Project, ranks: int) -> dict[str, float]:
+    """Median seconds of a step with and without reproducible sums, alternating runs."""
+    seconds: dict[str, list[float]] = {"true": [], "false": []}
+    for number in range(3):
+        for value, found in seconds.items():
+            name = f"cost_{ranks}_{number}_{value}"
+            project.launch(name, ranks, 60, 1000, f"train.reproducible={value}", "train.eval_every_steps=0")
+            found += [line["seconds"] for line in read_metrics(project.runs / name)[5:]]
+    return {value: statistics.median(found) for value, found in seconds.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="compared after the resume")
-    parser.add_argument("--ranks", type=int, default=8, help="of the uninterrupted run")
-    parser.add_argument("--resume", type=int, nargs="*", default=[8, 4, 3, 1])
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--restarts", type=int, default=5)
+    parser.add_argument("--cost", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    results: dict[str, Any] = {"resumes": {}, "restarts": []}
+    results: dict[str, Any] = {"differences": {}, "restarts": []}
     with tempfile.TemporaryDirectory() as folder:
-        project = Project(Path(folder) / "project")
-        last = SAVED + arguments.steps
-        whole = project.launch("whole", arguments.ranks, last, SAVED)
-        for ranks in arguments.resume:
-            project.branch("whole", f"on_{ranks}", SAVED)
-            found = difference(whole, project.launch(f"on_{ranks}", ranks, last, last))
-            results["resumes"][ranks] = found
-            print(f"{arguments.ranks} -> {ranks} ranks: {found}", flush=True)
+        project, last = Project(Path(folder) / "project"), arguments.steps
+        for ranks, strategy in LAYOUTS if last else ():
+            name = f"{strategy}_{ranks}"
+            project.launch(name, ranks, last, SAVED, f"parallel.strategy={strategy}")
+        if last:
+            project.chain("chain", last, SAVED)
+        for name in [f"{strategy}_{ranks}" for ranks, strategy in LAYOUTS[1:]] + ["chain"] if last else ():
+            found = first_difference(project.runs / "fsdp_1", project.runs / name)
+            results["differences"][name] = found
+            print(f"{name}, {last} steps: {found or 'equal to the last bit'}", flush=True)
+        if arguments.restarts:
+            project.launch("whole", 1, SAVED, SAVED)
         for number in range(arguments.restarts):
             project.branch("whole", f"restart_{number}", SAVED)
-            one = project.restart_s(f"restart_{number}", f"train.steps={last}")
+            one = project.restart_s(f"restart_{number}", f"train.steps={SAVED + 200}")
             one["bare_s"] = project.bare_s("whole")
             results["restarts"].append(one)
         if restarts := results["restarts"]:
@@ -159,6 +214,9 @@ def main() -> None:
                 figures = {part: round(pick([one[part] for one in restarts]), 2) for part in restarts[0]}
                 results[f"restart_{name}"] = figures | {"ratio": round(figures["total_s"] / figures["bare_s"], 2)}
                 print(f"restart.sh to the first new step, {name}: {results[f'restart_{name}']}")
+        for ranks in (1, 2, 4) if arguments.cost else ():
+            results[f"cost_{ranks}"] = cost = step_costs(project, ranks)
+            print(f"{ranks} ranks, reproducible step: x {cost['true'] / cost['false']:.3f} of {cost['false']:.4f} s")
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
 
