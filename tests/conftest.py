@@ -17,6 +17,8 @@ _PRODUCT = (
     "pyproject.toml",
     "copier.yml",
     "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "LICENSE",
     ".gitignore",
     ".gitattributes",
