@@ -1,4 +1,4 @@
-"""How figures read in a sentence or a table: counts with their noun, durations, shares."""
+"""How figures read in a sentence or a table: counts with their noun, durations, shares, bytes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ def span(seconds: float | None) -> str:
 def percent(share: float) -> str:
     """A share of 1 as a percentage: `2.05%`, `12.3%`."""
     return f"{share:.2%}" if share < 0.1 else f"{share:.1%}"
+
+
+def size(count: float) -> str:
+    """Bytes to three figures: `1.5 MB`, `16.2 GB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
 
 
 def _three_figures(value: float) -> str:

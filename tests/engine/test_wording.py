@@ -1,10 +1,10 @@
-"""Counts and durations as they are read."""
+"""Counts, durations and bytes as they are read."""
 
 from __future__ import annotations
 
 import pytest
 
-from trainer.wording import counted, span
+from trainer.wording import counted, size, span
 
 
 def test_a_noun_agrees_with_its_number() -> None:
@@ -26,3 +26,19 @@ def test_a_noun_agrees_with_its_number() -> None:
 )
 def test_spans_have_three_figures(seconds: float | None, text: str) -> None:
     assert span(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1500, "1.5 kB"),
+        (999_600, "1 MB"),
+        (1e13, "10 TB"),
+        (16.2e9, "16.2 GB"),
+        (1e13, "10 TB"),
+    ],
+)
+def test_bytes(count: float, text: str) -> None:
+    assert size(count) == text

@@ -1,4 +1,4 @@
-"""Room: for checkpoints on the disk, and for the copy that a save writes from in memory."""
+"""Room for checkpoints on the disk, and in memory for the copy that a save is written from."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from trainer.config.settings import Config
 from trainer.outcome import ConfigError
 from trainer.storage.mount import Kind, inspect
+from trainer.wording import counted, size
 
 
 def check_room(config: Config, checkpoint_bytes: int, source: str, ranks: int, nodes: int, complete: int) -> list[str]:
@@ -30,67 +31,61 @@ def check_room(config: Config, checkpoint_bytes: int, source: str, ranks: int, n
     return [line]
 
 
-def check_disk(config: Config, size: int, source: str, complete: int) -> str:
+def check_disk(config: Config, needed: int, source: str, complete: int) -> str:
     """See that `keep_last` checkpoints and the one being written fit. Raises ConfigError."""
     wanted = max(1, config.checkpoint.keep_last + 1 - complete)
     if inspect(config.run_dir).kind is Kind.OBJECT_STORE:
-        return f"a checkpoint takes {_size(size)} ({source}); an object store does not say how much room it has"
-    disk = os.statvfs(config.run_dir)
-    free = disk.f_bavail * disk.f_frsize
-    if free < wanted * size:
+        return f"a checkpoint takes {size(needed)} ({source}); an object store does not say how much room it has"
+    free = _free(config.run_dir)
+    if free < wanted * needed:
         raise ConfigError(
-            f"{config.run_dir} has {_size(free)} free and {wanted} more checkpoints of {_size(size)} ({source}) "
-            f"take {_size(wanted * size)}; free some space, or lower checkpoint.keep_last"
+            f"{config.run_dir} has {size(free)} free, too little for {counted(wanted, 'more checkpoint')} of "
+            f"{size(needed)} ({source}); free some space, or lower checkpoint.keep_last"
         )
-    return f"a checkpoint takes {_size(size)} ({source}); {_size(free)} free on {config.run_dir}"
+    return f"a checkpoint takes {size(needed)} ({source}); {size(free)} free on {config.run_dir}"
 
 
-def check_memory(config: Config, size: int, source: str, ranks: int, nodes: int) -> str:
+def check_memory(config: Config, needed: int, source: str, ranks: int, nodes: int) -> str:
     """See that the copies of a save that is being written fit into shared memory. Raises ConfigError."""
     strategy = config.parallel.strategy  # what each node holds of the state: see `parallel.mesh_of`
-    staged = size * ranks if strategy == "ddp" else size if strategy == "hsdp" else size // nodes
-    places = []
+    staged = needed * ranks if strategy == "ddp" else needed if strategy == "hsdp" else needed // nodes
+    said = []
     for place, left, remedy in (
-        ("/dev/shm", _free_shared_memory(), "make it larger (docker run --shm-size, an emptyDir of medium Memory)"),
+        ("/dev/shm", free_shared_memory(), "make it larger (docker run --shm-size, an emptyDir of medium Memory)"),
         ("memory", free_memory(), "take a machine with more memory"),
     ):
         if left is not None and left < staged:
             raise ConfigError(
-                f"{place} has {_size(left)} free and the copies of a save that is being written take {_size(staged)} "
+                f"{place} has {size(left)} free and the copies of a save that is being written take {size(staged)} "
                 f"on this node ({source}); {remedy}"
             )
-        places.append(f"{place} has {_size(left)}" if left is not None else f"{place} does not say what it has")
-    return f"a save takes {_size(staged)} on this node while it is written; {', '.join(places)}"
+        said.append(f"{place} has {size(left)}" if left is not None else f"{place} does not say what it has")
+    return f"a save takes {size(staged)} on this node while it is written; {', '.join(said)}"
 
 
-def _free_shared_memory() -> int | None:
+def free_shared_memory() -> int | None:
+    """Free bytes of /dev/shm; None where there is none."""
     try:
-        found = os.statvfs("/dev/shm")
+        return _free(Path("/dev/shm"))
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize
 
 
 def free_memory() -> int | None:
-    """Bytes that this machine, or its control group, can still give; None where nothing tells."""
-    free = None
-    if match := re.search(r"^MemAvailable:\s+(\d+) kB", _text(Path("/proc/meminfo")), re.M):
-        free = int(match[1]) * 1024
+    """Bytes that this machine, or its control group, can still give; None where neither says."""
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", _text(Path("/proc/meminfo")), re.M)
+    found = [int(available[1]) * 1024] if available else []
     group = Path("/sys/fs/cgroup")
     limit, used = _text(group / "memory.max"), _text(group / "memory.current")
     if limit.isdigit() and used.isdigit():
         cache = re.search(r"^inactive_file (\d+)", _text(group / "memory.stat"), re.M)
-        left = int(limit) - int(used) + (int(cache[1]) if cache else 0)
-        free = left if free is None else min(free, left)
-    return free
+        found.append(int(limit) - int(used) + (int(cache[1]) if cache else 0))
+    return min(found, default=None)
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+def _free(directory: Path) -> int:
+    disk = os.statvfs(directory)
+    return disk.f_bavail * disk.f_frsize
 
 
 def _text(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""What a run's directory can do, measured, and whether it survives the machine: checked before anything starts.
+"""What a run's directory can do and whether it outlives the machine, checked before anything starts.
 
-A probe measures, and only the persistence marker proves: a file that names the boot it was written in and must still
-be there after the next one.
+The mount's kind predicts, a probe measures, and only the persistence marker proves: a file that names the boot it was
+written in and must still be there after the next one.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import contextlib
 import errno
 import json
 import os
+import shutil
+import tempfile
 import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,45 +26,40 @@ from trainer.storage.mount import Kind, inspect
 class Capabilities:
     """What a directory was seen to be able to do."""
 
-    rename_atomic: bool  # a whole directory, on a mount that is no object store
-    append: bool
+    rename_atomic: bool  # a whole directory, and not on an object store
     fsync: bool
 
 
 def probe(directory: Path) -> Capabilities:
-    """Try, inside `directory` (which exists): rename a directory with a file in it, append, fsync.
+    """Try, inside `directory` (which exists), to rename a directory with a file in it and to fsync.
 
     Raises:
         OSError: not even a file can be written there.
     """
-    place = directory / f".probe_{uuid.uuid4().hex}"
-    place.mkdir()
-    moved = place.with_name(place.name + "_moved")
+    place = Path(tempfile.mkdtemp(prefix=".probe_", dir=directory))
+    moved, file = place.with_name(place.name + "_moved"), place / "file"
+    fsync = renamed = False
     try:
-        file = place / "file"
         file.write_bytes(b"1")
-        append = fsync = rename = False
-        with contextlib.suppress(OSError), file.open("ab") as handle:
-            handle.write(b"2")
-        append = file.read_bytes() == b"12"
         with contextlib.suppress(OSError):
-            for target, flags in ((file, os.O_RDWR), (place, os.O_RDONLY | os.O_DIRECTORY)):
-                descriptor = os.open(target, flags)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+            _fsync(file, os.O_RDWR)
+            _fsync(place, os.O_RDONLY | os.O_DIRECTORY)
             fsync = True
         with contextlib.suppress(OSError):
             place.rename(moved)
-            rename = (moved / "file").exists() and not place.exists()
+            renamed = (moved / "file").exists() and not place.exists()
     finally:
         for left in (place, moved):
-            with contextlib.suppress(OSError):
-                (left / "file").unlink()
-            with contextlib.suppress(OSError):
-                left.rmdir()
-    return Capabilities(rename and inspect(directory).kind is not Kind.OBJECT_STORE, append, fsync)
+            shutil.rmtree(left, ignore_errors=True)
+    return Capabilities(renamed and inspect(directory).kind is not Kind.OBJECT_STORE, fsync)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def commit_mode(config: Config) -> Literal["rename", "manifest"]:
@@ -73,9 +69,7 @@ def commit_mode(config: Config) -> Literal["rename", "manifest"]:
     """
     if config.checkpoint.commit != "auto":
         return config.checkpoint.commit
-    if inspect(config.run_dir).kind is Kind.OBJECT_STORE or not probe(config.run_dir).rename_atomic:
-        return "manifest"
-    return "rename"
+    return "rename" if probe(config.run_dir).rename_atomic else "manifest"
 
 
 def prepare(config: Config) -> list[str]:
@@ -88,15 +82,42 @@ def prepare(config: Config) -> list[str]:
         ConfigError: no volume, a place that cannot be written, or one that does not survive the machine.
         UnavailableError: the volume fails at the moment.
     """
-    volume, directory = config.volume.mount, config.run_dir
+    volume, root = config.volume.mount, repr(str(config.checkpoint_root))
     if volume and not Path(volume).is_dir():
         raise ConfigError(
             f"volume.mount is {volume!r}, which does not exist; attach the volume there, or set volume.mount to "
             f"where it is (empty: none, you vouch for checkpoint.dir)"
         )
+    found = _make(config)
+    if config.checkpoint.commit == "rename" and not found.rename_atomic:
+        raise ConfigError(
+            "checkpoint.commit is 'rename' and directories do not rename atomically there; it must be auto or manifest"
+        )
+    mount = inspect(config.run_dir)
+    survived = _mark(config) if volume else None
+    if mount.verdict == "FAIL" and volume and not config.volume.allow_ephemeral:
+        raise ConfigError(
+            f"checkpoint.dir {root} {mount.why}; it must be on the persistent volume "
+            f"(volume.allow_ephemeral=true goes on regardless)"
+        )
+    lines = []
+    if mount.verdict == "FAIL" or (mount.verdict == "WARN" and not survived and config.run.provider != "local"):
+        lines.append(f"warning: checkpoint.dir {root} {mount.why}")
+    if survived is False:
+        lines.append(f"warning: {root} did not survive the last restart of this machine")
+    if not config.run_dir.resolve().is_relative_to(Path(volume or "/").resolve()):
+        lines.append(f"warning: checkpoint.dir {root} is not on the volume {volume!r}")
+    elif volume and not os.path.ismount(volume) and mount.point != Path(volume).resolve():
+        lines.append(f"warning: nothing is mounted at volume.mount {volume!r}; checkpoints go to {mount.point}")
+    return lines
+
+
+def _make(config: Config) -> Capabilities:
+    """Make the run's directory and try it. Raises ConfigError, UnavailableError."""
+    directory = config.run_dir
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        found = probe(directory)
+        return probe(directory)
     except OSError as error:
         if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):
             raise UnavailableError(f"{directory} fails ({error.strerror})") from None
@@ -104,28 +125,6 @@ def prepare(config: Config) -> list[str]:
             f"checkpoint.dir is {config.checkpoint.dir!r}: {error.filename or directory} cannot be written "
             f"({error.strerror}); it must be a writable place on a persistent disk"
         ) from None
-    if config.checkpoint.commit == "rename" and not found.rename_atomic:
-        raise ConfigError(
-            "checkpoint.commit is 'rename' and directories do not rename atomically there; it must be auto or manifest"
-        )
-    mount = inspect(directory)
-    lines = []
-    survived = _mark(config) if volume else None
-    if mount.verdict == "FAIL" and volume and not config.volume.allow_ephemeral:
-        raise ConfigError(
-            f"checkpoint.dir {str(config.checkpoint_root)!r} {mount.why}; it must be on the persistent volume "
-            f"(volume.allow_ephemeral=true goes on regardless)"
-        )
-    if mount.verdict == "FAIL" or (mount.verdict == "WARN" and not survived and config.run.provider != "local"):
-        lines.append(f"warning: checkpoint.dir {str(config.checkpoint_root)!r} {mount.why}")
-    if survived is False:
-        lines.append(f"warning: {str(config.checkpoint_root)!r} did not survive the last restart of this machine")
-    inside = directory.resolve().is_relative_to(Path(volume or "/").resolve())
-    if not inside:
-        lines.append(f"warning: checkpoint.dir {str(config.checkpoint_root)!r} is not on the volume {volume!r}")
-    elif volume and not os.path.ismount(volume) and mount.point != Path(volume).resolve():
-        lines.append(f"warning: nothing is mounted at volume.mount {volume!r}; checkpoints go to {mount.point}")
-    return lines
 
 
 def _mark(config: Config) -> bool | None:
@@ -135,31 +134,25 @@ def _mark(config: Config) -> bool | None:
         True where the mark of an earlier boot is still there, False where only the project remembers one, else None.
     """
     there, here = config.checkpoint_root / ".persistence.json", config.project / ".last_start.json"
-    boot = _text(Path("/proc/sys/kernel/random/boot_id"))
-    known, marked = _json(here), _json(there)
-    marks = {**marked.get("boots", {}), boot: marked.get("boots", {}).get(boot, time.time())}
-    newest = dict(sorted(marks.items(), key=lambda item: item[1])[-10:])
+    root, boot = str(config.checkpoint_root), ""
     with contextlib.suppress(OSError):
-        if newest != marked.get("boots"):
-            there.write_text(json.dumps({"boots": newest}) + "\n")
-        if known.get("boot") != boot or known.get("dir") != str(config.checkpoint_root):
-            here.write_text(json.dumps({"boot": boot, "dir": str(config.checkpoint_root)}) + "\n")
-    if any(other != boot for other in marks):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    remembered, boots = _read(here), _read(there).get("boots", {})
+    marks = {boot: time.time()} | boots
+    with contextlib.suppress(OSError):
+        if marks != boots:
+            newest = sorted(marks.items(), key=lambda item: item[1])[-10:]
+            there.write_text(json.dumps({"boots": dict(newest)}) + "\n")
+        if remembered != {"boot": boot, "dir": root}:
+            here.write_text(json.dumps({"boot": boot, "dir": root}) + "\n")
+    if len(marks) > 1:
         return True
-    before = known.get("boot", boot) != boot and known.get("dir") == str(config.checkpoint_root)
-    return False if before else None
+    return False if remembered.get("dir") == root and remembered.get("boot", boot) != boot else None
 
 
-def _text(path: Path) -> str:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(_text(path))
-    except ValueError:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

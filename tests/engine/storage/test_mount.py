@@ -1,4 +1,4 @@
-"""Which mounts can be trusted with checkpoints, and what the launcher refuses before it starts anything."""
+"""Which mounts can be trusted with checkpoints."""
 
 from __future__ import annotations
 
@@ -6,20 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import trainer
-from trainer.config.settings import CheckpointConfig, Config, ModelConfig, RunConfig, VolumeConfig
-from trainer.outcome import ConfigError
-from trainer.storage import capacity, volume
-from trainer.storage.capacity import check_room, estimated_bytes
+from trainer.config.settings import PROJECT
 from trainer.storage.mount import Kind, judge, mount_of, parse_mountinfo
-from trainer.storage.volume import commit_mode, probe
-
-PROJECT = Path(trainer.__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize(
@@ -85,119 +77,6 @@ def test_the_longest_mount_point_counts_and_of_equal_ones_the_last() -> None:
         if (found := mount_of(path, lines))
     }
     assert types == {"/x": "ext4", "/data/run": "nfs4", "/sp ace/run": "xfs", "/database": "btrfs"}
-
-
-def test_a_probe_leaves_nothing_behind(tmp_path: Path) -> None:
-    found = probe(tmp_path)
-    assert found.rename_atomic and found.append and found.fsync
-    assert list(tmp_path.iterdir()) == []
-
-
-def _config(project: Path, **sections: object) -> Config:
-    return replace(Config(project=project), run=RunConfig(name="run"), **sections)  # type: ignore[arg-type]
-
-
-def test_directories_are_made_below_what_exists(tmp_path: Path) -> None:
-    volume.prepare(_config(tmp_path, checkpoint=CheckpointConfig(dir="a/b/c")))
-    assert (tmp_path / "a/b/c/run").is_dir()
-
-
-def test_a_missing_volume_is_refused_and_not_made(tmp_path: Path) -> None:
-    settings = VolumeConfig(mount=str(tmp_path / "volume"))
-    config = _config(tmp_path, volume=settings, checkpoint=CheckpointConfig(dir=str(tmp_path / "volume/run")))
-    with pytest.raises(ConfigError, match=r"volume\.mount is .*does not exist"):
-        volume.prepare(config)
-    assert not (tmp_path / "volume").exists()
-
-
-def test_a_place_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"checkpoint\.dir is 'file/below': .*cannot be written"):
-        volume.prepare(_config(tmp_path, checkpoint=CheckpointConfig(dir="file/below")))
-
-
-def test_memory_is_refused_as_a_volume_unless_allowed() -> None:
-    place = Path("/dev/shm") / f"storage-test-{os.getpid()}"
-    place.mkdir()
-    try:
-        config = _config(
-            place, volume=VolumeConfig(mount=str(place)), checkpoint=CheckpointConfig(dir=str(place / "c"))
-        )
-        with pytest.raises(ConfigError, match=r"in memory \(tmpfs\).*allow_ephemeral"):
-            volume.prepare(config)
-        allowed = replace(config, volume=replace(config.volume, allow_ephemeral=True))
-        assert any("in memory" in line for line in volume.prepare(allowed))
-    finally:
-        subprocess.run(["rm", "-r", str(place)], check=True)
-
-
-def test_checkpoints_beside_the_volume_are_warned_of(tmp_path: Path) -> None:
-    (tmp_path / "volume").mkdir()
-    config = _config(tmp_path, volume=VolumeConfig(mount=str(tmp_path / "volume")))
-    assert any("not on the volume" in line for line in volume.prepare(config))
-
-
-def test_a_place_that_did_not_survive_the_last_boot_is_said(tmp_path: Path) -> None:
-    (tmp_path / "volume").mkdir()
-    config = _config(
-        tmp_path,
-        volume=VolumeConfig(mount=str(tmp_path / "volume")),
-        checkpoint=CheckpointConfig(dir=str(tmp_path / "volume/c")),
-    )
-    volume.prepare(config)
-    mark, memory = tmp_path / "volume/c/.persistence.json", tmp_path / ".last_start.json"
-    assert not any("survive" in line for line in volume.prepare(config))
-    for file in (mark, memory):  # as if both had been written in an earlier boot
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        file.write_text(file.read_text().replace(boot, "another-boot"))
-    remembered = memory.read_text()
-    assert not any("survive" in line for line in volume.prepare(config))
-    memory.write_text(remembered)
-    mark.unlink()
-    assert any("did not survive" in line for line in volume.prepare(config))
-
-
-def test_the_commit_is_by_rename_on_a_disk_and_as_configured(tmp_path: Path) -> None:
-    config = _config(tmp_path)
-    config.run_dir.mkdir(parents=True)
-    assert commit_mode(config) == "rename"
-    assert commit_mode(replace(config, checkpoint=CheckpointConfig(commit="manifest"))) == "manifest"
-
-
-def test_too_little_room_is_refused_with_the_numbers(tmp_path: Path) -> None:
-    config = _config(tmp_path, model=ModelConfig(layers=10_000, width=16384, heads=16))
-    config.run_dir.mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"free and 4 more checkpoints of .* TB .*lower checkpoint\.keep_last"):
-        check_room(config, 1, 1, [])
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("_free_shared_memory", 1000, r"/dev/shm has 1 kB free .*--shm-size"),
-        ("free_memory", 2000, r"memory has 2 kB free"),
-    ],
-)
-def test_too_little_memory_for_the_staged_copy_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: int, message: str
-) -> None:
-    config = _config(tmp_path)
-    config.run_dir.mkdir(parents=True)
-    monkeypatch.setattr(capacity, name, lambda: value)
-    with pytest.raises(ConfigError, match=message):
-        check_room(config, 1, 1, [])
-
-
-def test_the_estimate_is_that_of_the_model() -> None:
-    import torch
-
-    from tasks.language_model.model import build_model
-
-    config = replace(Config(), model=ModelConfig(layers=2, width=64, heads=2, vocabulary=100))
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in build_model(config).parameters())
-    assert estimated_bytes(config.model) == 12 * parameters
-    assert estimated_bytes(config.model, averages=True) == 16 * parameters
 
 
 # ---------------------------------------------------------------------------------------------------------------------
