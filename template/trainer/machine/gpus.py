@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import re
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from trainer.config.settings import GpuConfig
 from trainer.outcome import ConfigError, UnavailableError
+from trainer.wording import counted
 
 
 def count_gpus(environment: Mapping[str, str] = os.environ) -> int:
@@ -30,24 +32,16 @@ def count_gpus(environment: Mapping[str, str] = os.environ) -> int:
 
 def _listed(devices: str) -> int:
     """Devices in a `CUDA_VISIBLE_DEVICES`: the list ends at the first -1 or empty entry."""
-    count = 0
-    for device in devices.split(","):
-        if not device.strip() or device.strip() == "-1":
-            break
-        count += 1
-    return count
+    return len(list(itertools.takewhile(lambda device: device.strip() not in ("", "-1"), devices.split(","))))
 
 
 def _nvidia() -> int:
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return 0
     number = ctypes.c_uint(0)
-    if library.nvmlInit_v2() != 0:
-        return 0
-    library.nvmlDeviceGetCount_v2(ctypes.byref(number))
-    library.nvmlShutdown()
+    with contextlib.suppress(OSError):  # no driver
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        if library.nvmlInit_v2() == 0:
+            library.nvmlDeviceGetCount_v2(ctypes.byref(number))
+            library.nvmlShutdown()
     return number.value
 
 
@@ -94,17 +88,13 @@ def decide_ranks(given: int | None, gpus: int, cores: int, settings: GpuConfig, 
     if given is not None:
         if gpus and given > gpus:
             raise ConfigError(f"--gpus is {given} and this machine has {gpus}; it must be at most {gpus}")
-        return Ranks(
-            given, gpus > 0, f"--gpus {given}" + ("" if gpus else "; no GPU was found, so CPU ranks with gloo")
-        )
+        without = "" if gpus else "; no GPU was found, so CPU ranks with gloo"
+        return Ranks(given, gpus > 0, f"--gpus {given}{without}")
+    count, changed = gpus, gpus != settings.count
+    found = f"{counted(gpus, 'GPU')} found" if gpus else "no GPU was found"
     if gpus == 0 and provider == "local":
-        count = min(settings.count, cores)
-        found = f"no GPU was found; provider local runs min(gpu.count {settings.count}, {cores} usable cores) CPU ranks"
-        changed = False
-    else:
-        count = gpus
-        found = f"{gpus} GPU{'s' * (gpus != 1)} found" if gpus else "no GPU was found"
-        changed = gpus != settings.count
+        count, changed = min(settings.count, cores), False
+        found += f"; provider local runs min(gpu.count {settings.count}, {cores} usable cores) CPU ranks"
     policy = settings.on_count_change
     refusal: type[Exception] = ConfigError if policy == "fail" else UnavailableError
     if count < settings.min_count:

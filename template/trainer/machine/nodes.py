@@ -17,7 +17,7 @@ from trainer.outcome import ConfigError
 class Nodes:
     """This machine's place among the nodes of the run.
 
-    `rank` is None where nobody says; `endpoint` (HOST:PORT of node 0) and `job` are empty for one node.
+    `rank` is None where nothing says it; `endpoint` (HOST:PORT of node 0) and `job` are empty for one node.
     """
 
     count: int
@@ -32,12 +32,13 @@ class Nodes:
         return self.rank == 0 if self.rank is not None else _is_local(self.endpoint.rpartition(":")[0])
 
 
-def _whole(environment: Mapping[str, str], name: str, text: str | None = None) -> int:
-    """A number from the environment, 0 where it is not set. Raises ConfigError."""
-    text = environment.get(name, "0") if text is None else text
-    if not text.isdigit():
-        raise ConfigError(f"the environment has {name}={text!r}; it must be a whole number")
-    return int(text)
+# What a platform calls: the number of nodes, this one's rank, the addresses of all or of the first, and the job.
+_PLATFORMS = {
+    "Slurm": ("SLURM_STEP_NUM_NODES", "SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"),
+    "SkyPilot": ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "SKYPILOT_TASK_ID"),
+    "dstack": ("DSTACK_NODES_NUM", "DSTACK_NODE_RANK", "DSTACK_MASTER_NODE_IP", "DSTACK_RUN_ID"),
+    "Kubeflow": ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", ""),
+}
 
 
 def find_nodes(settings: NodesConfig, environment: Mapping[str, str] = os.environ, hostname: str = "") -> Nodes:
@@ -51,34 +52,22 @@ def find_nodes(settings: NodesConfig, environment: Mapping[str, str] = os.enviro
     """
     env = environment
     count, rank, master, job, source = settings.count, None, "", "", "the startup config"
-    if "SLURM_STEP_NUM_NODES" in env:
-        source = "Slurm"
-        count, rank = _whole(env, "SLURM_STEP_NUM_NODES"), _whole(env, "SLURM_NODEID")
-        master = first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
-        job = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_RESTART_COUNT', '0')}"
-    elif "SKYPILOT_NUM_NODES" in env:
-        source = "SkyPilot"
-        count, rank = _whole(env, "SKYPILOT_NUM_NODES"), _whole(env, "SKYPILOT_NODE_RANK")
-        master = next(iter(env.get("SKYPILOT_NODE_IPS", "").split()), "")
-        job = env.get("SKYPILOT_TASK_ID", "")
-    elif "DSTACK_NODES_NUM" in env:
-        source = "dstack"
-        count, rank = _whole(env, "DSTACK_NODES_NUM"), _whole(env, "DSTACK_NODE_RANK")
-        master, job = env.get("DSTACK_MASTER_NODE_IP", ""), env.get("DSTACK_RUN_ID", "")
-    elif "PET_NNODES" in env:
-        source = "Kubeflow"
-        count, rank = _whole(env, "PET_NNODES", env["PET_NNODES"].split(":")[-1]), _whole(env, "PET_NODE_RANK")
-        master = env.get("PET_MASTER_ADDR", "")
-    elif "JOB_COMPLETION_INDEX" in env:
-        source = "Kubernetes"
-        rank = _whole(env, "JOB_COMPLETION_INDEX")
-        hostname = hostname or socket.gethostname()  # NAME-INDEX, and NAME's service gives the pods their names
-        job_name = hostname.removesuffix(f"-{rank}")
-        master = f"{job_name}-0.{job_name}"
-    elif "MASTER_ADDR" in env:
-        source = "MASTER_ADDR"
-        if "NNODES" in env:
-            count = _whole(env, "NNODES")
+    for platform, (number, own_rank, addresses, job_id) in _PLATFORMS.items():
+        if number in env:
+            source, job, master = platform, env.get(job_id, ""), first_host(env.get(addresses, ""))
+            count, rank = _whole(number, env[number].split(":")[-1]), _whole(own_rank, env.get(own_rank, "0"))
+            break
+    else:
+        if "JOB_COMPLETION_INDEX" in env:
+            source, rank = "Kubernetes", _whole("JOB_COMPLETION_INDEX", env["JOB_COMPLETION_INDEX"])
+            hostname = hostname or socket.gethostname()  # NAME-INDEX, and NAME's service gives the pods their names
+            job_name = hostname.removesuffix(f"-{rank}")
+            master = f"{job_name}-0.{job_name}"
+        elif "MASTER_ADDR" in env:
+            source, count = "MASTER_ADDR", _whole("NNODES", env.get("NNODES", str(count)))
+    if source == "Slurm":
+        job += f".{env.get('SLURM_RESTART_COUNT', '0')}"
+        master = master or first_host(env.get("SLURM_JOB_NODELIST", ""))
     for name in ("NODE_RANK", "GROUP_RANK"):
         if rank is None and env.get(name, "").isdigit():
             rank = int(env[name])
@@ -91,18 +80,24 @@ def find_nodes(settings: NodesConfig, environment: Mapping[str, str] = os.enviro
             f"through Slurm's srun, SkyPilot, dstack, Kubernetes, or with MASTER_ADDR and NODE_RANK"
         )
     if not re.search(r":\d+$", endpoint):
-        endpoint += f":{_whole(env, 'MASTER_PORT', env.get('MASTER_PORT', str(settings.port)))}"
+        endpoint += f":{_whole('MASTER_PORT', env.get('MASTER_PORT', str(settings.port)))}"
     if not 0 < int(endpoint.rpartition(":")[2]) < 65536:
         raise ConfigError(f"the rendezvous of the nodes is {endpoint!r}; its port must be from 1 to 65535")
     return Nodes(count, rank, endpoint, job, source)
 
 
+def _whole(name: str, text: str) -> int:
+    if not text.isdigit():
+        raise ConfigError(f"the environment has {name}={text!r}; it must be a whole number")
+    return int(text)
+
+
 def first_host(nodes: str) -> str:
-    """The first of a Slurm node list: `n[03-07,9],m2` is `n03`."""
+    """The first of a list of addresses, or of a Slurm node list: `n[03-07,9],m2` is `n03`."""
     bracket = re.match(r"([^,\[]*)\[([^\]]*)\]([^,]*)", nodes)
     if bracket:
         return bracket[1] + re.split(r"[-,]", bracket[2])[0] + bracket[3]
-    return nodes.split(",")[0]
+    return re.split(r"[,\s]", nodes.strip())[0]
 
 
 def _is_local(host: str) -> bool:

@@ -31,8 +31,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -42,7 +43,7 @@ from trainer.reclaim.request import Action, Request
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_S = 2.0
+TIMEOUT_S, COMMAND_TIMEOUT_S = 2.0, 30.0
 MOST_BYTES = 64 << 10
 _OLD_S = 300.0  # a time of termination that long ago was not kept, and stays in the metadata
 
@@ -108,11 +109,12 @@ class MetadataServer:
 
     def __init__(self, base: str = "") -> None:
         self.base = base or self.base
+        self.answered: Mapping[str, str] = {}  # headers of the last answer
         self._saved_for: set[str] = set()
 
-    def get(self, path: str) -> str:
+    def get(self, path: str, timeout_s: float | None = None) -> str:
         """What is found there, empty where nothing is. Raises OSError, ValueError."""
-        status, body, _ = fetch(f"{self.base}/{path}", self.headers)
+        status, body, self.answered = fetch(f"{self.base}/{path}", self.headers, timeout_s=timeout_s)
         return body if status == 200 else ""
 
     def save_once(self, event: str, source: str) -> list[Request]:
@@ -148,7 +150,7 @@ class Aws(MetadataServer):
                 found += self.stop_at(moment, source)
         return found
 
-    def get(self, path: str) -> str:
+    def get(self, path: str, timeout_s: float | None = None) -> str:
         for _ in range(2):
             self._token = self._token or self.token()
             status, body, _ = fetch(f"{self.base}/{path}", {"X-aws-ec2-metadata-token": self._token})
@@ -174,25 +176,23 @@ class Gcp(MetadataServer):
     headers: ClassVar[Mapping[str, str]] = {"Metadata-Flavor": "Google"}
     interval_s = 1.0  # between long polls
     WAIT_S = 60
+    path = "computeMetadata/v1/instance/preempted"
     _etag = ""
 
     def poll(self) -> list[Request]:
-        query = f"?wait_for_change=true&timeout_sec={self.WAIT_S}&last_etag={self._etag}" if self._etag else ""
-        timeout_s = self.WAIT_S + 10 if self._etag else TIMEOUT_S
-        status, body, headers = fetch(self._url + query, self.headers, timeout_s=timeout_s)
-        if status != 200:
-            raise ValueError(f"HTTP {status}")
-        etag = headers.get("etag", "")
+        query, timeout_s = "", TIMEOUT_S
+        if self._etag:
+            query = f"?wait_for_change=true&timeout_sec={self.WAIT_S}&last_etag={self._etag}"
+            timeout_s = self.WAIT_S + 10
+        body = self.get(self.path + query, timeout_s)
+        if not body:
+            raise ValueError("neither TRUE nor FALSE")
+        etag = self.answered.get("etag", "")
         self._etag = etag if etag.isalnum() else ""
         return [Request(Action.STOP, "GCP preemption")] if body.strip().upper() == "TRUE" else []
 
-    @property
-    def _url(self) -> str:
-        return f"{self.base}/computeMetadata/v1/instance/preempted"
-
     def present(self) -> bool:
-        status, _, headers = fetch(self._url, self.headers)
-        return status == 200 and headers.get("metadata-flavor") == "Google"
+        return bool(self.get(self.path)) and self.answered.get("metadata-flavor") == "Google"
 
 
 class Azure(MetadataServer):
@@ -207,12 +207,8 @@ class Azure(MetadataServer):
 
     def poll(self) -> list[Request]:
         timeout_s, self._timeout_s = self._timeout_s, self.TIMEOUT_S
-        url = f"{self.base}/metadata/scheduledevents?api-version=2020-07-01"
-        status, body, _ = fetch(url, self.headers, timeout_s=timeout_s)
-        if status != 200:
-            raise ValueError(f"HTTP {status}")
         found = []
-        for event in json.loads(body)["Events"]:
+        for event in json.loads(self.get("metadata/scheduledevents?api-version=2020-07-01", timeout_s))["Events"]:
             kind, resources = event["EventType"], event.get("Resources", [])
             if resources and self.name() and self.name() not in resources:
                 continue  # another machine of the scale set
@@ -227,8 +223,7 @@ class Azure(MetadataServer):
 
     def name(self) -> str:
         """This machine's name in the events."""
-        path = "metadata/instance/compute/name?api-version=2021-02-01&format=text"
-        self._name = self._name or self.get(path).strip()
+        self._name = self._name or self.get("metadata/instance/compute/name?api-version=2021-02-01&format=text").strip()
         return self._name
 
     def present(self) -> bool:
@@ -245,7 +240,7 @@ class Alibaba(MetadataServer):
         return self.stop_at(_timestamp(moment), "Alibaba spot termination") if moment.strip() else []
 
     def present(self) -> bool:
-        return fetch(f"{self.base}/latest/meta-data/instance", {})[0] == 200
+        return bool(self.get("latest/meta-data/instance"))
 
 
 CLOUDS: dict[str, type[Aws | Gcp | Azure | Alibaba]] = {"aws": Aws, "gcp": Gcp, "azure": Azure, "alibaba": Alibaba}
@@ -255,44 +250,41 @@ CLOUDS: dict[str, type[Aws | Gcp | Azure | Alibaba]] = {"aws": Aws, "gcp": Gcp, 
 # On this machine
 
 
-class File:
+@dataclass
+class Local:
+    """What this machine itself can see."""
+
+    source: str
+    happened: Callable[[], bool]
+    interval_s: float
+
+    def poll(self) -> list[Request]:
+        return [Request(Action.STOP, self.source)] if self.happened() else []
+
+
+def file(path: Path) -> Local:
     """A file that appears."""
-
-    interval_s = 1.0
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def poll(self) -> list[Request]:
-        return [Request(Action.STOP, f"file {self.path}")] if self.path.exists() else []
+    return Local(f"file {path}", path.exists, 1.0)
 
 
-class Command:
+def command(line: str, directory: Path) -> Local:
     """A command that exits with 0."""
+    return Local(f"command {line!r}", partial(_succeeds, line, directory), 5.0)
 
-    interval_s = 5.0
-    TIMEOUT_S = 30.0
 
-    def __init__(self, command: str, directory: Path) -> None:
-        self.command, self.directory = command, directory
-
-    def poll(self) -> list[Request]:
-        with waited_for:
-            process = subprocess.Popen(
-                ["sh", "-c", self.command],
-                cwd=self.directory,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            try:
-                code = process.wait(self.TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                raise
-        return [Request(Action.STOP, f"command {self.command!r}")] if code == 0 else []
+def _succeeds(line: str, directory: Path) -> bool:
+    with waited_for:
+        process = subprocess.Popen(
+            ["sh", "-c", line], cwd=directory, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            return process.wait(COMMAND_TIMEOUT_S) == 0
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -303,9 +295,9 @@ def choose(config: Config, stop: threading.Event) -> Poller | None:
     notice = config.reclaim.notice
     name, _, argument = notice.partition(":")
     if name == "file":
-        return File(config.project / Path(argument).expanduser())
+        return file(config.project / Path(argument).expanduser())
     if name == "command":
-        return Command(argument, config.project)
+        return command(argument, config.project)
     if notice == "auto" and config.run.provider in CLOUDS:
         notice = config.run.provider
     if notice in CLOUDS:

@@ -14,17 +14,8 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from trainer.processes import STACKS, STOP_SIGNALS, die_with_parent
-from trainer.reclaim.request import (
-    BEAT,
-    BEAT_FORMAT,
-    LOADING,
-    SAVE_EARLY,
-    SIGNALLED,
-    STARTER_PID,
-    STOP,
-    Action,
-    Request,
-)
+from trainer.reclaim import request as files
+from trainer.reclaim.request import Action, Request
 
 _received: list[tuple[int, float]] = []  # (signal number, time.monotonic()); appended to by the handler alone
 
@@ -46,9 +37,9 @@ def prepare_rank(runtime: Path | None) -> None:
     if runtime is not None:
         parent = None
         with contextlib.suppress(OSError, ValueError):
-            parent = int((runtime / STARTER_PID).read_text())
+            parent = int((runtime / files.STARTER_PID).read_text())
         die_with_parent(parent)
-        (runtime / f"{LOADING}{os.getpid()}").touch()
+        (runtime / f"{files.LOADING}{os.getpid()}").touch()
 
 
 def worker_ignore_signals(worker_id: int) -> None:
@@ -78,7 +69,7 @@ class Reclaim:
         for number in STOP_SIGNALS:
             signal.signal(number, _remember)
         if self._runtime is not None:
-            (self._runtime / f"{LOADING}{os.getpid()}").touch()
+            (self._runtime / f"{files.LOADING}{os.getpid()}").touch()
         # Python runs a handler between two bytecodes of the main thread, so not while a collective blocks. The
         # descriptor is written by the C handler at once; its reader tells the launcher, which enforces the deadline.
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -113,11 +104,11 @@ class Reclaim:
             self._note(self._of_signal(number, moment))
         if self._runtime is not None:
             self._beat()
-            if request := Request.read(self._runtime / STOP):
+            if request := Request.read(self._runtime / files.STOP):
                 self._note(request)
             if self._strongest == Action.NOTHING:
                 with contextlib.suppress(OSError):
-                    (self._runtime / SAVE_EARLY).unlink()  # the rank that removes it has the request
+                    (self._runtime / files.SAVE_EARLY).unlink()  # the rank that removes it has the request
                     return Action.SAVE
         return self._strongest
 
@@ -130,9 +121,9 @@ class Reclaim:
         assert self._runtime is not None
         now = time.monotonic()
         if self._beats is None:
-            beating = self._runtime / f"{BEAT}{os.getpid()}"
+            beating = self._runtime / f"{files.BEAT}{os.getpid()}"
             try:
-                (self._runtime / f"{LOADING}{os.getpid()}").rename(beating)
+                (self._runtime / f"{files.LOADING}{os.getpid()}").rename(beating)
             except FileNotFoundError:
                 while True:  # the launcher has revoked the start: it is killing this process
                     time.sleep(1)
@@ -141,7 +132,7 @@ class Reclaim:
             interval = now - self._before
             self._usual_s = interval if not self._usual_s else 0.9 * self._usual_s + 0.1 * interval
         self._count, self._before = self._count + 1, now
-        os.pwrite(self._beats, BEAT_FORMAT.pack(now, self._usual_s, self._count), 0)
+        os.pwrite(self._beats, files.BEAT_FORMAT.pack(now, self._usual_s, self._count), 0)
 
     def _listen(self) -> None:
         while number := os.read(self._read, 1)[0]:
@@ -149,9 +140,9 @@ class Reclaim:
                 self._tell_launcher(number, time.monotonic())
 
     def _tell_launcher(self, number: int, moment: float) -> None:
-        if self._runtime is not None and not (self._runtime / SIGNALLED).exists():
+        if self._runtime is not None and not (self._runtime / files.SIGNALLED).exists():
             with contextlib.suppress(OSError):
-                self._of_signal(number, moment).write(self._runtime / SIGNALLED)
+                self._of_signal(number, moment).write(self._runtime / files.SIGNALLED)
 
     def _of_signal(self, number: int, moment: float) -> Request:
         name, person = signal.Signals(number).name, number == signal.SIGINT

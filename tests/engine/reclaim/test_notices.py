@@ -17,7 +17,7 @@ import pytest
 
 from trainer.config.settings import Config, ReclaimConfig
 from trainer.reclaim import notices
-from trainer.reclaim.notices import CLOUDS, Alibaba, Aws, Azure, Command, File, Gcp, Poller
+from trainer.reclaim.notices import CLOUDS, Alibaba, Aws, Azure, Gcp, Poller, command, file
 from trainer.reclaim.request import Action, Request
 
 Say = Callable[..., str]
@@ -178,9 +178,9 @@ def test_no_proxy_is_used(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_file_and_command(tmp_path: Path) -> None:
     sign = tmp_path / "sign"
-    assert File(sign).poll() == Command(f"test -e '{sign}'", tmp_path).poll() == []
+    assert file(sign).poll() == command(f"test -e '{sign}'", tmp_path).poll() == []
     sign.touch()
-    assert File(sign).poll()[0].action is Command("test -e sign", tmp_path).poll()[0].action is Action.STOP
+    assert file(sign).poll()[0].action is command("test -e sign", tmp_path).poll()[0].action is Action.STOP
 
 
 def test_a_notice_without_a_time_leaves_the_grace_less_the_time_between_two_questions(tmp_path: Path) -> None:
