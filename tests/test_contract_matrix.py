@@ -26,11 +26,13 @@ from trainer.ledger import read_ledger, read_records
 KILLED = (128 + signal.SIGKILL, 1, 75)  # 1: what unshare makes of it; 75: Slurm warns the tasks before it kills them
 
 # In place of trainer/cli.py: the launcher with ranks that import no torch.
-STAND_IN = """\
+STAND_IN = f"""\
+import runpy
 import sys
 
-from tests.fake_ranks import command
 from trainer.launch.supervisor import launch
+
+command = runpy.run_path({str(Path(__file__).parent / "engine/launch/fake_ranks.py")!r})["command"]
 
 
 def main():
@@ -57,7 +59,7 @@ class Project:
         self.environment = dict(os.environ)
 
     def behave(self, **fake: Any) -> None:
-        """What the ranks that stand in do: see tests/fake_ranks.py of the rendered repo."""
+        """What the ranks that stand in do: see tests/engine/launch/fake_ranks.py."""
         self.environment["FAKE_RANKS"] = json.dumps(fake)
 
     @property
@@ -394,7 +396,7 @@ def test_real_ranks_that_finish(process_1: Engine, real_project: Project) -> Non
 
 @pytest.mark.slow
 def test_real_ranks_that_crash_at_once(child: Engine, real_project: Project) -> None:
-    model = real_project.path / "trainer/model.py"
+    model = real_project.path / "tasks/language_model/model.py"
     model.write_text(model.read_text() + "\nraise RuntimeError('no such layer')\n")
     assert child(real_project, "--gpus", "2").code() not in (0, 75, 78)
     assert "RuntimeError: no such layer" in real_project.log.read_text()
