@@ -21,7 +21,7 @@ from tests.deployed import Deployed
 from tests.slurm_cluster import Cluster, slurm_cluster, until
 from tests.systemd_manager import Manager, first_child, systemd_manager
 from trainer.checkpoint.commit import complete
-from trainer.ledger import read_ledger, read_records
+from trainer.records import read_records
 
 KILLED = (128 + signal.SIGKILL, 1, 75)  # 1: what unshare makes of it; 75: Slurm warns the tasks before it kills them
 
@@ -71,7 +71,11 @@ class Project:
         return max((line["step"] for line in read_records(self.run_dir, "metrics")), default=0)
 
     def ends(self) -> list[tuple[str, int]]:
-        return [(event["reason"], event["step"]) for event in read_ledger(self.run_dir) if event["event"] == "stopped"]
+        return [
+            (event["reason"], event["step"])
+            for event in read_records(self.run_dir, "ledger")
+            if event["event"] == "stopped"
+        ]
 
     def reaches(self, step: int) -> None:
         until(lambda: self.last_line >= step, f"step {step} ({self.log})", 120)
@@ -276,7 +280,9 @@ def test_after_a_kill_the_next_start_carries_on_from_the_newest_checkpoint(engin
     assert 10 <= saved <= last
     assert engine(project, f"train.steps={last + 5}").code() == 0
     assert project.ends()[-1] == ("finished", last + 5)
-    assert [event["step"] for event in read_ledger(project.run_dir) if event["event"] == "attempt_started"][-1] == saved
+    assert [event["step"] for event in read_records(project.run_dir, "ledger") if event["event"] == "attempt_started"][
+        -1
+    ] == saved
 
 
 def _written_to(project: Project) -> bool:
@@ -292,7 +298,7 @@ def test_a_notice_saves_and_exits_75(engine: Engine, project: Project) -> None:
     assert run.code() == 75
     assert project.ends() == [("reclaimed", project.saved)]
     assert project.saved == project.last_line
-    (noticed,) = [event for event in read_ledger(project.run_dir) if event["event"] == "reclaim_noticed"]
+    (noticed,) = [event for event in read_records(project.run_dir, "ledger") if event["event"] == "reclaim_noticed"]
     assert "going-away" in noticed["source"]
 
 

@@ -24,7 +24,7 @@ import pytest
 from tests.deployed import Deployed, fake_project
 from tests.slurm_cluster import Cluster, slurm_cluster, until
 from tests.systemd_manager import first_child, systemd_manager
-from trainer.ledger import read_ledger, read_records
+from trainer.records import read_records
 
 pytestmark = pytest.mark.slow
 
@@ -428,7 +428,7 @@ def test_a_real_run_on_two_nodes_is_preempted_and_carries_on_on_one(
     cluster.start_now(job)
     done = cluster.wait(job, "COMPLETED", "FAILED", timeout_s=240)
     assert (done["JobState"], done["ExitCode"]) == ("COMPLETED", "0:0"), (project / f"demo-{job}.log").read_text()
-    events = read_ledger(run_dir)
+    events = read_records(run_dir, "ledger")
     assert [event["world_size"] for event in events if event["event"] == "attempt_started"] == [2, 1]
     (resumed,) = (event for event in events if event["event"] == "resumed")
     assert (resumed["step"], resumed["lost_steps"]) == (last, 0)

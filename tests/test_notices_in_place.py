@@ -16,7 +16,7 @@ import pytest
 
 from tests.slurm_cluster import until
 from trainer.checkpoint.commit import complete
-from trainer.ledger import read_ledger, read_records
+from trainer.records import read_records
 
 pytestmark = pytest.mark.slow  # needs root
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,7 +93,7 @@ class Run:
         return [found.step for found in complete(self.run_dir)]
 
     def noticed(self) -> list[dict[str, Any]]:
-        return [event for event in read_ledger(self.run_dir) if event["event"] == "reclaim_noticed"]
+        return [event for event in read_records(self.run_dir, "ledger") if event["event"] == "reclaim_noticed"]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 
 from tests.benchmarks.reclaim_storm import Run, storm
 from tests.slurm_cluster import until
-from trainer.ledger import read_ledger
+from trainer.records import read_records
 
 pytestmark = pytest.mark.slow
 MakeRun = Callable[..., Run]
@@ -53,7 +53,7 @@ def _reclaimed(run: Run, when: Callable[[], Any], what: str, target: str = "grou
 
 def test_during_a_save(make: MakeRun) -> None:
     run = make(2)
-    started = lambda: [event for event in read_ledger(run.run_dir) if event["event"] == "save_started"]  # noqa: E731
+    started = lambda: [event for event in read_records(run.run_dir, "ledger") if event["event"] == "save_started"]  # noqa: E731
     _reclaimed(run, started, "a save")
 
 
@@ -72,7 +72,7 @@ def test_while_a_checkpoint_is_loaded(make: MakeRun) -> None:
 
 
 def _resumed(run: Run) -> int:
-    return sum(event["event"] == "resumed" for event in read_ledger(run.run_dir))
+    return sum(event["event"] == "resumed" for event in read_records(run.run_dir, "ledger"))
 
 
 def _ranks(run: Run) -> list[psutil.Process]:
@@ -105,9 +105,13 @@ def test_a_hang_is_found_shown_and_restarted(make: MakeRun) -> None:
     until(lambda: run.last_line() >= 12, "a few steps", 120)
     hanging = _ranks(run)[0]
     os.kill(hanging.pid, signal.SIGSTOP)
-    until(lambda: len([e for e in read_ledger(run.run_dir) if e["event"] == "attempt_started"]) == 2, "a restart", 120)
+    until(
+        lambda: len([e for e in read_records(run.run_dir, "ledger") if e["event"] == "attempt_started"]) == 2,
+        "a restart",
+        120,
+    )
     until(lambda: run.last_line() >= 20, "steps", 120)
     run.signal("launcher", signal.SIGTERM, random.Random(0))
     assert run.wait() == 75
     assert "most recent call first" in run.log.read_text()
-    assert any(event["event"] == "stuck" and event["step"] >= 12 for event in read_ledger(run.run_dir))
+    assert any(event["event"] == "stuck" and event["step"] >= 12 for event in read_records(run.run_dir, "ledger"))

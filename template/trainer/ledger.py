@@ -1,109 +1,26 @@
-"""The append-only record of everything that happened to a run: `ledger.jsonl`, one JSON object a line.
+"""What happened to a run: `ledger.jsonl`, one event a line.
 
 Who writes what: the launcher of node 0 `reclaim_noticed`, `heartbeat`, `stopped` and `finished`; rank 0 the rest; the
-checkpoint daemon `save_committed`. (A trainer without a launcher writes `stopped` and `finished` itself.) Every line
-is one O_APPEND write, so that several processes never mix their lines. Object-store mounts cannot append: there each
-writer keeps a local file and uploads it whole as `ledger.<attempt>.<writer>.jsonl` when something worth keeping
-happened. `metrics.jsonl` works the same way through `Records`.
+checkpoint daemon `save_committed`. A trainer without a launcher writes `started`, `stopped` and `finished` itself.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import json
 import logging
-import os
-import tempfile
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.storage import mount
+from trainer.outcome import Reason
+from trainer.records import Records, parse, read_records
 
 log = logging.getLogger(__name__)
 
 # Events after which a segment is uploaded: what the next start or a report needs to know.
 _UPLOADED_AFTER = {"attempt_started", "save_committed", "save_failed", "reclaim_noticed", "stopped", "finished"}
-_MOST_WAITING = 10_000  # lines
-UNINTENDED = "killed"  # how an attempt ended that nobody recorded the end of
-
-
-class Records:
-    """One writer's end of `<run_dir>/<name>.jsonl`. Lines that the volume refuses are kept, and written once it can.
-
-    Args:
-        append: whether the mount can append; None looks at it.
-    """
-
-    def __init__(self, run_dir: Path, name: str, attempt: int, append: bool | None = None) -> None:
-        self.path = run_dir / f"{name}.jsonl"
-        self._append = mount.inspect(run_dir).appends if append is None else append
-        self._segment = run_dir / f"{name}.{attempt:08d}.{os.getpid()}.jsonl"
-        self._descriptor: int | None = None
-        self.waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
-        self._torn = False  # the file may end in a piece of a line
-        self._local = None if self._append else Path(tempfile.mkdtemp(prefix="records_")) / self._segment.name
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append one line, after those that wait. Raises OSError: it waits too."""
-        self.waiting.append(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-        self._write_waiting()
-
-    def _write_waiting(self) -> None:
-        if self._descriptor is None:
-            self._descriptor = self._open()
-        while self.waiting:
-            line = b"\n" * self._torn + self.waiting[0]
-            written = os.write(self._descriptor, line)
-            self._torn = written < len(line)
-            if self._torn:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._local or self.path))
-            self.waiting.popleft()
-
-    def _open(self) -> int:
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        descriptor = os.open(self._local or self.path, flags, 0o644)
-        size = os.fstat(descriptor).st_size
-        self._torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # keep it apart from the next line
-        return descriptor
-
-    def upload(self) -> None:
-        """Where the mount cannot append: put the whole segment there. Raises OSError."""
-        if self._local is None or not self._local.exists():
-            return
-        temporary = self._segment.with_suffix(".tmp")
-        temporary.write_bytes(self._local.read_bytes())
-        temporary.replace(self._segment)
-
-    def close(self) -> None:
-        """Write and upload what is left, and close. Raises OSError."""
-        try:
-            if self.waiting:
-                self._write_waiting()
-            self.upload()
-        finally:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
-
-
-def read_records(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    """Every record of `<name>.jsonl` and its segments; lines that are torn are skipped."""
-    records: list[dict[str, Any]] = []
-    for path in [run_dir / f"{name}.jsonl", *sorted(run_dir.glob(f"{name}.[0-9]*.jsonl"))]:
-        try:
-            lines = path.read_bytes().splitlines()
-        except FileNotFoundError:
-            continue
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    records.append(record)
-    return records
+KILLED = "killed"  # how an attempt ended whose end nobody recorded
 
 
 class Ledger:
@@ -125,6 +42,12 @@ class Ledger:
                 log.warning("the ledger %s cannot be written (%s); training goes on", self._records.path, error)
             self._warned = True
 
+    def record_end(self, reason: str, step: int, message: str = "") -> None:
+        """The attempt has ended after `step`."""
+        self.record("stopped", step=step, reason=reason, **({"message": message} if message else {}))
+        if reason == Reason.FINISHED:
+            self.record("finished", step=step)
+
     def close(self) -> None:
         try:
             self._records.close()
@@ -132,66 +55,86 @@ class Ledger:
             log.warning("the ledger %s could not be closed (%s)", self._records.path, error)
 
 
-def read_ledger(run_dir: Path) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of the ledger; what its kind of event does not have is None."""
+
+    time: float  # Unix seconds
+    attempt: int
+    event: str  # its kind
+    step: int | None = None
+    world_size: int | None = None
+    unit: str | None = None  # what the task counts
+    reason: str | None = None
+    source: str | None = None
+    decision: str | None = None
+    warning: str | None = None
+    stall_s: float | None = None
+    write_s: float | None = None
+    bytes: int | None = None
+    lost_steps: int | None = None
+    lost_s: float | None = None
+    load_s: float | None = None
+    every_steps: int | None = None
+    before: int | None = None
+    step_time_s: float | None = None
+    save_time_s: float | None = None
+    save_stall_s: float | None = None
+    slowdown: float | None = None
+    mtbi_s: float | None = None
+
+
+def read_events(run_dir: Path) -> list[Event]:
     """All events of a run, attempt by attempt in the order of their time (clocks of two machines may differ).
 
-    What has no attempt, time or name, or a step that is none (written by hand, damaged), is no event.
+    Lines that are none (written by hand, damaged) are passed over.
     """
-    events = [
-        event
-        for event in read_records(run_dir, "ledger")
-        if isinstance(event.get("attempt"), int)
-        and isinstance(event.get("time"), int | float)
-        and isinstance(event.get("event"), str)
-        and isinstance(event.get("step"), int | None)
-    ]
-    return sorted(events, key=lambda event: (event["attempt"], event["time"]))
+    events = (parse(Event, record) for record in read_records(run_dir, "ledger"))
+    return sorted(filter(None, events), key=lambda event: (event.attempt, event.time))
 
 
-def attempts(events: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Each attempt's `start` and `end` (Unix seconds) and why it ended.
+@dataclass
+class Lifetime:
+    """When an attempt gave its first and its last sign of life, and why it ended."""
 
-    `reason` is that of its `stopped` event; `killed` where there is none although a later attempt began; None for
-    the attempt that may still be running.
-    """
-    found: dict[int, dict[str, Any]] = {}
+    start: float  # Unix seconds
+    end: float
+    reason: str | None = None  # of its `stopped`; `killed` where there is none; None: it may still be running
+
+
+def lifetimes(events: Iterable[Event]) -> dict[int, Lifetime]:
+    """By attempt, in their order. Only the newest attempt may still be running."""
+    found: dict[int, Lifetime] = {}
     for event in events:
-        number, moment = event.get("attempt"), event.get("time")
-        if not isinstance(number, int) or not isinstance(moment, int | float):
-            continue
-        one = found.setdefault(number, {"start": moment, "end": moment, "reason": None})
-        one["start"], one["end"] = min(one["start"], moment), max(one["end"], moment)
-        if event.get("event") == "stopped":
-            one["reason"] = event.get("reason")
-        elif event.get("event") == "finished":
-            one["reason"] = "finished"
+        one = found.setdefault(event.attempt, Lifetime(event.time, event.time))
+        one.start, one.end = min(one.start, event.time), max(one.end, event.time)
+        if event.event in ("stopped", "finished"):
+            one.reason = event.reason if event.event == "stopped" else "finished"
     newest = max(found, default=0)
     for number, one in found.items():
-        if one["reason"] is None and number != newest:
-            one["reason"] = UNINTENDED
+        if one.reason is None and number != newest:
+            one.reason = KILLED
     return dict(sorted(found.items()))
 
 
-def mtbi_s(events: Iterable[Mapping[str, Any]]) -> float | None:
+def mtbi_s(events: Iterable[Event]) -> float | None:
     """Mean time between interruptions in seconds of running, or None before there were three.
 
     Reclaims and kills count; Ctrl-C, a finish, a crash of the program or a changed configuration do not.
     """
-    ended = attempts(events)
-    interruptions = sum(one["reason"] in ("reclaimed", UNINTENDED) for one in ended.values())
-    if interruptions < 3:
-        return None
-    return float(sum(one["end"] - one["start"] for one in ended.values()) / interruptions)
+    ended = lifetimes(events).values()
+    interruptions = sum(one.reason in (Reason.RECLAIMED, KILLED) for one in ended)
+    return sum(one.end - one.start for one in ended) / interruptions if interruptions >= 3 else None
 
 
-def save_time_s(events: Iterable[Mapping[str, Any]], newest: int = 5) -> float | None:
+def save_time_s(events: Iterable[Event], newest: int = 5) -> float | None:
     """Seconds from `save_started` until `save_committed`: the largest of the `newest` saves, None before the first."""
-    started: dict[tuple[Any, Any], float] = {}
+    started: dict[tuple[int, int | None], float] = {}
     took: list[float] = []
     for event in events:
-        key = (event.get("attempt"), event.get("step"))
-        if event.get("event") == "save_started":
-            started[key] = event["time"]
-        elif event.get("event") == "save_committed" and key in started:
-            took.append(event["time"] - started[key])
+        key = event.attempt, event.step
+        if event.event == "save_started":
+            started[key] = event.time
+        elif event.event == "save_committed" and key in started:
+            took.append(event.time - started[key])
     return max(took[-newest:], default=None)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch import nn
 
 from trainer.config.settings import Config
 from trainer.interval import format_duration
-from trainer.ledger import Records, read_ledger, read_records
+from trainer.records import Records
 from trainer.task import Task
 
 log = logging.getLogger(__name__)
@@ -127,23 +125,6 @@ class Metrics:
             if not self.warned:
                 log.warning("the metrics in %s cannot be written (%s); training goes on", self.config.run_dir, error)
             self.warned = True
-
-
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines that count, by step: those after which no later attempt started at a lower step."""
-    lines = sorted(read_records(run_dir, "metrics"), key=lambda line: (line["attempt"], line["step"]))
-    first: dict[int, int] = {}  # attempt -> its first step
-    for event in read_ledger(run_dir):
-        if event.get("event") == "attempt_started":
-            first[event["attempt"]] = event["step"] + 1
-    for line in lines:
-        first[line["attempt"]] = min(line["step"], first.get(line["attempt"], line["step"]))
-    ends: dict[int, float] = {}  # attempt -> the first step of it that a later attempt did again
-    end = math.inf
-    for attempt in sorted(first, reverse=True):
-        ends[attempt] = end
-        end = min(end, first[attempt])
-    return sorted((line for line in lines if line["step"] < ends[line["attempt"]]), key=lambda line: line["step"])
 
 
 def _peak_tflops(device: torch.device) -> float:

@@ -33,8 +33,8 @@ TEMPLATE = Path(__file__).resolve().parents[2] / "template"
 sys.path.insert(0, str(TEMPLATE))
 
 from trainer.checkpoint import commit as commits  # noqa: E402
-from trainer.ledger import read_ledger, read_records  # noqa: E402
 from trainer.outcome import Damaged  # noqa: E402
+from trainer.records import read_records  # noqa: E402
 
 SETTINGS = [
     "run.name=storm", "train.steps=100000", "train.eval_every_steps=0", "logging.tensorboard=false",
@@ -125,7 +125,7 @@ class Run:
         return max(((line["attempt"], line["step"]) for line in self.steps()), default=(0, 0))
 
     def committed(self) -> list[int]:
-        return [event["step"] for event in read_ledger(self.run_dir) if event["event"] == "save_committed"]
+        return [event["step"] for event in read_records(self.run_dir, "ledger") if event["event"] == "save_committed"]
 
 
 def until(condition: Callable[[], Any], complaint: str) -> None:
@@ -182,7 +182,7 @@ def _has_saved(run: Run, saves: int) -> bool:
 def _check_resumed(run: Run, attempt: int, newest: int, *, at_least: bool) -> None:
     found = [
         event["step"]
-        for event in read_ledger(run.run_dir)
+        for event in read_records(run.run_dir, "ledger")
         if event["event"] == "resumed" and event["attempt"] == attempt
     ]
     step = (found or [0])[-1]
@@ -248,7 +248,7 @@ def main() -> int:
     finally:
         for one in (run, reference):
             one.kill_the_rest()
-    events = read_ledger(run.run_dir)
+    events = read_records(run.run_dir, "ledger")
     counts = Counter(event["event"] for event in events)
     verdict = {
         "rounds": arguments.rounds,

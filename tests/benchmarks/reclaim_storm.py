@@ -36,7 +36,7 @@ sys.path.insert(0, str(TEMPLATE))
 from trainer.checkpoint import commit as commits  # noqa: E402
 from trainer.config.settings import Config  # noqa: E402
 from trainer.launch.spawn import StartSpec, start_ranks  # noqa: E402
-from trainer.ledger import read_ledger, read_records  # noqa: E402
+from trainer.records import read_records  # noqa: E402
 from trainer.machine.gpus import Ranks  # noqa: E402
 from trainer.machine.nodes import Nodes  # noqa: E402
 
@@ -107,7 +107,7 @@ class Run:
         return max((found.step for found in commits.complete(self.run_dir)), default=0)
 
     def stopped(self) -> list[dict[str, Any]]:
-        return [event for event in read_ledger(self.run_dir) if event["event"] == "stopped"]
+        return [event for event in read_records(self.run_dir, "ledger") if event["event"] == "stopped"]
 
     def signal(self, target: str, number: signal.Signals, chance: random.Random) -> None:
         """To `target` as it is now; what does not exist yet is passed over."""

@@ -35,8 +35,8 @@ TEMPLATE = Path(__file__).resolve().parents[2] / "template"
 sys.path.insert(0, str(TEMPLATE))
 
 from trainer.checkpoint.dcp.reader import load_tensors  # noqa: E402
-from trainer.ledger import read_ledger  # noqa: E402
-from trainer.metrics import read_metrics  # noqa: E402
+from trainer.records import read_records  # noqa: E402
+from trainer.steps import read_counting  # noqa: E402
 
 SAVED = 20
 LAYOUTS = [(1, "fsdp"), (2, "fsdp"), (3, "fsdp"), (4, "fsdp"), (5, "fsdp"), (8, "fsdp"), (3, "ddp"), (4, "hsdp")]
@@ -88,7 +88,7 @@ class Project:
     def launch(self, name: str, ranks: int, steps: int, every: int, *more: str) -> None:
         """Run to `steps`."""
         self._popen(ranks, f"run.name={name}", f"train.steps={steps}", f"checkpoint.every_steps={every}", *more).wait()
-        last = read_metrics(self.runs / name)[-1]["step"]
+        last = read_counting(self.runs / name)[-1].step
         assert last == steps, f"{name} ended after step {last}"
 
     def chain(self, name: str, steps: int, every: int) -> None:
@@ -97,8 +97,8 @@ class Project:
             process = self._popen(ranks, f"run.name={name}", f"train.steps={steps}", f"checkpoint.every_steps={every}")
             until = steps * number // len(CHAIN) + every // 2
             while ending and process.poll() is None:
-                lines = read_metrics(self.runs / name) if (self.runs / name / "metrics.jsonl").exists() else []
-                if lines and lines[-1]["step"] >= until:
+                lines = read_counting(self.runs / name) if (self.runs / name / "metrics.jsonl").exists() else []
+                if lines and lines[-1].step >= until:
                     everyone = [psutil.Process(process.pid)]
                     everyone += everyone[0].children(recursive=True) if ending is signal.SIGKILL else []
                     for one in everyone:
@@ -117,13 +117,13 @@ class Project:
         """`restart.sh` until the first new step, in seconds, and its parts."""
         began = time.time()
         process = self._popen(1, f"run.name={name}", *more)
-        while not (lines := read_metrics(self.runs / name)):
+        while not (lines := read_counting(self.runs / name)):
             time.sleep(0.01)
         ended = time.time()
         process.terminate()
         process.wait()
-        assert lines[0]["step"] == SAVED + 1
-        events = {event["event"]: event for event in read_ledger(self.runs / name)}
+        assert lines[0].step == SAVED + 1
+        events = {event["event"]: event for event in read_records(self.runs / name, "ledger")}
         started, load_s = events["attempt_started"]["time"], events["resumed"]["load_s"]
         return {
             "total_s": ended - began,
@@ -151,9 +151,11 @@ class Project:
 
 def bits(run_dir: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """What has to be equal: the lines that count, without times, and the last checkpoint."""
+    counting = {(step.attempt, step.step) for step in read_counting(run_dir)}
     lines = [
         {name: value for name, value in line.items() if name not in ("seconds", "units_per_s", "attempt")}
-        for line in read_metrics(run_dir)
+        for line in sorted(read_records(run_dir, "metrics"), key=lambda line: line["step"])
+        if (line["attempt"], line["step"]) in counting
     ]
     tensors, _ = load_tensors(run_dir)
     return lines, {name: value for name, value in tensors.items() if not name.startswith("rng.")}
@@ -179,7 +181,7 @@ def step_costs(project: Project, ranks: int) -> dict[str, float]:
         for value, found in seconds.items():
             name = f"cost_{ranks}_{number}_{value}"
             project.launch(name, ranks, 60, 1000, f"train.reproducible={value}", "train.eval_every_steps=0")
-            found += [line["seconds"] for line in read_metrics(project.runs / name)[5:]]
+            found += [step.seconds for step in read_counting(project.runs / name)[5:]]
     return {value: statistics.median(found) for value, found in seconds.items()}
 
 

@@ -30,10 +30,10 @@ from trainer.config.settings import Config, DataConfig, ModelConfig
 from trainer.data import loader as data_loader
 from trainer.data import order as data_order
 from trainer.data.plan import BatchPlan
-from trainer.ledger import read_ledger
-from trainer.metrics import read_metrics
 from trainer.outcome import ConfigError, Reason
 from trainer.parallel import World
+from trainer.records import read_records
+from trainer.steps import read_counting
 
 Ranks = Callable[..., list[Any]]
 BATCH, SEQUENCE, STEPS = 7, 8, 12
@@ -138,17 +138,19 @@ def _assert_resumes_exactly(ranks: Ranks, folder: Path, sessions: Sequence[tuple
         ran |= of_session
     assert ran == expected  # the very samples and dropout masks, micro-batch by micro-batch
 
-    lines, others = (read_metrics(load_config(of).run_dir) for of in (whole, _settings(folder)))
-    assert [one["step"] for one in others] == list(range(1, STEPS + 1))
+    lines, others = (read_counting(load_config(of).run_dir) for of in (whole, _settings(folder)))
+    assert [one.step for one in others] == list(range(1, STEPS + 1))
     for name in ("lr", "samples", "batch_hash"):
-        assert [one[name] for one in others] == [one[name] for one in lines]
+        assert [getattr(one, name) for one in others] == [getattr(one, name) for one in lines]
     for name, tolerance in (("loss", 1e-6), ("grad_norm", 1e-5)):
-        assert [one[name] for one in others] == pytest.approx([one[name] for one in lines], rel=tolerance)
+        assert [getattr(one, name) for one in others] == pytest.approx(
+            [getattr(one, name) for one in lines], rel=tolerance
+        )
     (one, _), (other, _) = (load_tensors(load_config(of).run_dir) for of in (whole, _settings(folder)))
     shared = {name for name in one if not name.startswith("rng.")}
     assert shared == {name for name in other if not name.startswith("rng.")}
     for name in shared:
-        apart, size = (other[name] - one[name]).float().norm().item(), one[name].float().norm().item()
+        apart, size = (other[name] - getattr(one, name)).float().norm().item(), getattr(one, name).float().norm().item()
         assert apart <= 1e-4 * size, f"{name} is {apart / size:.1e} apart"
 
 
@@ -202,8 +204,8 @@ def test_an_accepted_batch_size_goes_on_where_the_samples_end(ranks: Ranks, fold
     changed = _settings(folder, **{"data.global_batch": 5, "optim.ema_decay": 0})
     [found] = ranks(1, session, changed, 4, ["data.global_batch", "optim.ema_decay"])
     assert found[:2] == (Reason.RECLAIMED, 4)
-    lines = read_metrics(load_config(changed).run_dir)
-    assert [line["samples"] for line in lines] == [7, 14, 19, 24]
+    lines = read_counting(load_config(changed).run_dir)
+    assert [line.samples for line in lines] == [7, 14, 19, 24]
 
 
 def test_numbers_that_are_read_one_step_late_change_no_decision(ranks: Ranks, folder: Path) -> None:
@@ -213,7 +215,7 @@ def test_numbers_that_are_read_one_step_late_change_no_decision(ranks: Ranks, fo
     for found in ranks(1, session, settings, None, (), 1):
         assert found[:2] == (Reason.FINISHED, STEPS)
     run_dir = load_config(settings).run_dir
-    saved = [event["step"] for event in read_ledger(run_dir) if event["event"] == "save_committed"]
+    saved = [event["step"] for event in read_records(run_dir, "ledger") if event["event"] == "save_committed"]
     assert saved == list(range(1, STEPS + 1))
     text = (run_dir / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]

@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from trainer.checkpoint.commit import directories, fsync_directory, read_commit, write_durably
-from trainer.ledger import read_ledger
+from trainer.ledger import read_events
 from trainer.outcome import Damaged, UnavailableError
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def _highest_attempt(run_dir: Path) -> int:
     for path in directories(run_dir):
         with contextlib.suppress(Damaged, UnavailableError):
             highest = max(highest, read_commit(path).attempt)
-    return max([highest, *(event["attempt"] for event in read_ledger(run_dir))])
+    return max([highest, *(event.attempt for event in read_events(run_dir))])
 
 
 @contextlib.contextmanager

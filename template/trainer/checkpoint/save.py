@@ -33,8 +33,9 @@ from trainer.checkpoint.pace import Pace
 from trainer.collectives import from_main, gather, on_each
 from trainer.config.fingerprint import compare_fingerprints
 from trainer.config.settings import Config
-from trainer.ledger import Ledger, mtbi_s, read_ledger, read_records
+from trainer.ledger import Ledger, mtbi_s, read_events
 from trainer.outcome import ConfigError, Damaged, SavesFailed, UnavailableError
+from trainer.steps import read_counting
 from trainer.storage import volume
 
 __all__ = ["Checkpoints", "Resumed", "load_tensors"]
@@ -209,7 +210,7 @@ class Checkpoints:
 
     def _set_pace(self, commit: Commit | None) -> None:
         """Rank 0: when saves are due from here on."""
-        self._pace = Pace(self.config.checkpoint, commit.step if commit else 0, mtbi_s(read_ledger(self.run_dir)))
+        self._pace = Pace(self.config.checkpoint, commit.step if commit else 0, mtbi_s(read_events(self.run_dir)))
 
     def _damage(self, commit: Commit) -> str:
         """The first of this rank's share of the shards that is damaged; empty if none is."""
@@ -524,16 +525,9 @@ def _template_version(project: Path) -> str:
 def _lost(run_dir: Path, commit: Commit) -> dict[str, Any]:
     """What the interruption before this start cost: steps that have to be trained again, and the time they took.
 
-    Where an attempt between has loaded a checkpoint and made no step, it has said so already.
+    Where an attempt between has loaded it and made no step, it has said so already.
     """
-    lines = [
-        line
-        for line in read_records(run_dir, "metrics")
-        if isinstance(line.get("step"), int) and isinstance(line.get("attempt"), int)
-    ]
-    last = max((line["attempt"] for line in lines), default=0)
-    told = any(event["event"] == "resumed" and event["attempt"] > last for event in read_ledger(run_dir))
-    again = [line for line in lines if line["attempt"] == last and line["step"] > commit.step and not told]
-    tokens = commit.fingerprint.get("data.global_batch", 0) * commit.fingerprint.get("data.sequence_length", 0)
-    seconds = sum(tokens / line["tokens_per_s"] for line in again if line.get("tokens_per_s"))
+    units_per_sample = commit.fingerprint.get("data.sequence_length", 0)
+    again = [step for step in read_counting(run_dir, units_per_sample) if step.step > commit.step]
+    seconds = sum(step.seconds for step in again)
     return {"lost_steps": len(again), "lost_s": round(seconds, 3)}

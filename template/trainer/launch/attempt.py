@@ -19,7 +19,7 @@ from trainer.config.settings import Config
 from trainer.launch.exit_reason import Ended, translate
 from trainer.launch.signals import Inbox
 from trainer.launch.spawn import StartSpec, start_ranks
-from trainer.ledger import Ledger, read_ledger, save_time_s
+from trainer.ledger import Ledger, read_events, save_time_s
 from trainer.outcome import Reason, read_statuses
 from trainer.processes import STACKS, STOP_SIGNALS, alive, reap
 from trainer.reclaim import request as requests
@@ -176,15 +176,15 @@ class Attempt:
 
     def _save_times(self) -> tuple[float | None, float]:
         """Seconds of a save in this run (None: not measured), and until the one in flight is durable (0: none)."""
-        events = read_ledger(self.config.run_dir)
+        events = read_events(self.config.run_dir)
         usual_s = save_time_s(events)
-        number = self.number or max((event["attempt"] for event in events), default=0)
-        mine = [event for event in events if event["attempt"] == number]
-        started = [event for event in mine if event["event"] == "save_started"]
-        over = {event.get("step") for event in mine if event["event"] in ("save_committed", "save_failed")}
-        if not started or started[-1].get("step") in over:
+        number = self.number or max((event.attempt for event in events), default=0)
+        mine = [event for event in events if event.attempt == number]
+        started = [event for event in mine if event.event == "save_started"]
+        over = {event.step for event in mine if event.event in ("save_committed", "save_failed")}
+        if not started or started[-1].step in over:
             return usual_s, 0.0
-        return usual_s, max(0.1, (usual_s or 0.0) - (time.time() - started[-1]["time"]))
+        return usual_s, max(0.1, (usual_s or 0.0) - (time.time() - started[-1].time))
 
     # -- what the ranks show -------------------------------------------------------------------------------------------
 

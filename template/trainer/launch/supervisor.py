@@ -23,7 +23,7 @@ from trainer.launch.attempt import Attempt, Node, saved_step, say
 from trainer.launch.exit_reason import Ended
 from trainer.launch.signals import Inbox, Stopped
 from trainer.launch.spawn import StartSpec, rank_command
-from trainer.ledger import Ledger, read_ledger, save_time_s
+from trainer.ledger import Ledger, read_events, save_time_s
 from trainer.machine.gpus import Ranks, count_gpus, decide_ranks, usable_cores
 from trainer.machine.nodes import Nodes, find_nodes
 from trainer.outcome import RECLAIMED, ConfigError, Reason, UnavailableError, exit_code
@@ -202,10 +202,8 @@ class Supervisor:
         return Attempt(self.node, number).supervise()
 
     def _record_end(self, ended: Ended) -> None:
-        message = {"message": ended.message} if ended.message else {}
-        self.node.record("stopped", step=ended.step, reason=ended.reason, **message)
-        if ended.reason is Reason.FINISHED:
-            self.node.record("finished", step=ended.step)
+        if self.node.ledger:
+            self.node.ledger.record_end(ended.reason, ended.step, ended.message)
 
     def _say_end(self, ended: Ended, saved: int) -> None:
         if ended.reason is Reason.FINISHED:
@@ -232,7 +230,7 @@ class Supervisor:
 
     def _wait_for_daemons(self) -> None:
         """Wait for orphaned checkpoint daemons: twice the time of a save, at most its deadline."""
-        usual_s = save_time_s(read_ledger(self.config.run_dir)) or 5.0
+        usual_s = save_time_s(read_events(self.config.run_dir)) or 5.0
         until = time.monotonic() + min(self.config.checkpoint.deadline_s, 2 * usual_s + 5)
         while reap() and time.monotonic() < until:
             self.inbox.wait(0.1)

@@ -32,7 +32,7 @@ from trainer.config.load import load_config
 from trainer.config.settings import CONFIG_FILE, PROJECT, STARTUP_FILE, Config
 from trainer.data.plan import BatchPlan
 from trainer.interval import IntervalError, compute_interval
-from trainer.ledger import read_ledger, read_records, save_time_s
+from trainer.ledger import read_events, save_time_s
 from trainer.machine import gpus, nodes
 from trainer.machine.gpus import Ranks
 from trainer.outcome import RECLAIMED, ConfigError, Damaged, UnavailableError
@@ -40,7 +40,8 @@ from trainer.reclaim import notices
 from trainer.reclaim import request as requests
 from trainer.storage import capacity, mount, volume
 from trainer.storage.mount import Kind
-from trainer.tools.report.account import Account, account, suggestions
+from trainer.tools.report.account import Account, read_account
+from trainer.tools.report.advice import suggestions
 from trainer.wording import span
 
 OLDEST_TORCH, FIRST_UNTRIED_TORCH = (2, 11), (2, 16)
@@ -318,14 +319,8 @@ def check_interval(config: Config) -> Iterator[Check]:
 
 def check_history(config: Config) -> Iterator[Check]:
     """The grace period against the time of a save; the assumptions against what the run measured."""
-    events = read_ledger(config.run_dir)
-    found = account(
-        events,
-        read_records(config.run_dir, "metrics"),
-        config.checkpoint,
-        sequence_length=config.data.sequence_length,
-    )
-    save_s, source = save_time_s(events), "measured"
+    found = read_account(config)
+    save_s, source = save_time_s(read_events(config.run_dir)), "measured"
     if save_s is None and not config.run_dir.is_dir():
         save_s, source = config.checkpoint.save_time_s, "assumed"
     elif save_s is None:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,10 @@ import psutil
 from trainer.checkpoint import commit
 from trainer.config.load import load_config
 from trainer.config.settings import PROJECT, Config
-from trainer.ledger import read_ledger
+from trainer.ledger import read_events
 from trainer.machine.gpus import count_gpus
-from trainer.metrics import read_metrics
 from trainer.outcome import FINISHED, ConfigError
+from trainer.steps import Step, read_counting
 from trainer.task import build_task
 from trainer.wording import counted
 
@@ -119,7 +119,8 @@ def drill(overrides: Sequence[str], *, save_ranks: int, resume_ranks: int, steps
         verdict["judged"] = tolerance.why
         verdict["passed"] = all(check.passed for check in checks)
         verdict |= {"checks": [asdict(check) for check in checks], "recovery": asdict(runs.recovery)}
-        verdict |= {"uninterrupted": runs.expected, "interrupted": runs.found, "lost": runs.lost}
+        lines = {"uninterrupted": runs.expected, "interrupted": runs.found, "lost": runs.lost}
+        verdict |= {name: [asdict(line) for line in made] for name, made in lines.items()}
         _print(checks, runs.recovery, save_ranks, resume_ranks)
         _draw(runs, f"{save_ranks} → {resume_ranks} ranks", output / "drill.png")
     except RunFailed as failure:
@@ -174,15 +175,15 @@ class Runs:
 
     whole: Config
     cut: Config
-    expected: list[dict[str, Any]]
-    found: list[dict[str, Any]]
-    before: list[dict[str, Any]]  # of the interrupted run, until the SIGKILL
+    expected: list[Step]
+    found: list[Step]
+    before: list[Step]  # of the interrupted run, until the SIGKILL
     recovery: Recovery
 
     @property
-    def lost(self) -> list[dict[str, Any]]:
+    def lost(self) -> list[Step]:
         """Lines of steps that had to be done again."""
-        return [line for line in self.before if line["step"] > self.recovery.resumed_from_step]
+        return [line for line in self.before if line.step > self.recovery.resumed_from_step]
 
 
 def _rehearse(settings: Sequence[str], save_ranks: int, resume_ranks: int, folder: Path) -> Runs:
@@ -198,23 +199,23 @@ def _rehearse(settings: Sequence[str], save_ranks: int, resume_ranks: int, folde
             run.wait_for(lambda: _is_time_to_kill(cut))
             killed = time.time()
             processes = run.kill()
-        before = read_metrics(cut.run_dir)
-        click.echo(f"3. SIGKILL to all {processes} processes after step {before[-1]['step']}")
+        before = read_counting(cut.run_dir)
+        click.echo(f"3. SIGKILL to all {processes} processes after step {before[-1].step}")
         click.echo(f"4. resumed on {counted(resume_ranks, 'rank')}")
         with _Run(settings, cut, resume_ranks, folder / "resumed.log") as run:
-            run.wait_for(lambda: read_metrics(cut.run_dir)[-1]["attempt"] > before[-1]["attempt"])
+            run.wait_for(lambda: read_counting(cut.run_dir)[-1].attempt > before[-1].attempt)
             first_step_s = time.time() - killed
             run.wait()
     recovery = _recovery(cut, before, killed, first_step_s)
-    return Runs(whole, cut, read_metrics(whole.run_dir), read_metrics(cut.run_dir), before, recovery)
+    return Runs(whole, cut, read_counting(whole.run_dir), read_counting(cut.run_dir), before, recovery)
 
 
 def _is_time_to_kill(config: Config) -> bool:
     """In the second third of the run, some steps after a checkpoint that will be resumed from."""
     every = config.checkpoint.every_steps
     saved = max((found.step for found in commit.complete(config.run_dir)), default=0)
-    lines = read_metrics(config.run_dir)
-    return saved >= 2 * every and bool(lines) and lines[-1]["step"] >= saved + max(1, every // 2)
+    lines = read_counting(config.run_dir)
+    return saved >= 2 * every and bool(lines) and lines[-1].step >= saved + max(1, every // 2)
 
 
 class _Run:
@@ -284,25 +285,25 @@ def _ended_by_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _recovery(config: Config, before: Sequence[Mapping[str, Any]], killed: float, first_step_s: float) -> Recovery:
-    events = read_ledger(config.run_dir)
-    started = [event for event in events if event["event"] == "attempt_started"][-1]
-    resumed = [event for event in events if event["event"] == "resumed"]
-    after = [line for line in read_metrics(config.run_dir) if line["attempt"] == started["attempt"]]
+def _recovery(config: Config, before: Sequence[Step], killed: float, first_step_s: float) -> Recovery:
+    events = read_events(config.run_dir)
+    started = [event for event in events if event.event == "attempt_started"][-1]
+    resumed = [event for event in events if event.event == "resumed"]
+    after = [line for line in read_counting(config.run_dir) if line.attempt == started.attempt]
     return Recovery(
-        killed_after_step=before[-1]["step"],
-        resumed_from_step=started["step"],
-        start_s=round(started["time"] - killed, 2),
+        killed_after_step=before[-1].step,
+        resumed_from_step=started.step or 0,
+        start_s=round(started.time - killed, 2),
         first_step_s=round(first_step_s, 2),
-        load_s=resumed[-1]["load_s"] if resumed else 0.0,
+        load_s=resumed[-1].load_s or 0.0 if resumed else 0.0,
         units_per_s_before=_steady(before),
         units_per_s_after=_steady(after),
     )
 
 
-def _steady(lines: Sequence[Mapping[str, Any]]) -> float:
+def _steady(lines: Sequence[Step]) -> float:
     """Median units per second without the first two steps, which warm up."""
-    return float(statistics.median(line["units_per_s"] for line in (lines[2:] or lines)))
+    return float(statistics.median(line.units_per_s for line in (lines[2:] or lines)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -318,13 +319,11 @@ def _compare(runs: Runs, steps: int, tolerance: Tolerance) -> list[Check]:
     ]
 
 
-def compare_lines(
-    expected: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], steps: int, tolerance: Tolerance
-) -> list[Check]:
+def compare_lines(expected: Sequence[Step], found: Sequence[Step], steps: int, tolerance: Tolerance) -> list[Check]:
     """The metrics of the uninterrupted run against those that count of the interrupted one, step by step."""
-    by_step = {line["step"]: line for line in found}
+    by_step = {line.step: line for line in found}
     missing = [step for step in range(1, steps + 1) if step not in by_step]
-    pairs = [(line, by_step[line["step"]]) for line in expected if line["step"] in by_step]
+    pairs = [(line, by_step[line.step]) for line in expected if line.step in by_step]
     checks = [
         Check(
             "every step once",
@@ -339,7 +338,8 @@ def compare_lines(
         ("loss", "loss", tolerance.loss),
         ("grad_norm", "gradient norm", tolerance.grad_norm),
     ):
-        off = [(line["step"], line[name], other[name]) for line, other in pairs if line[name] != other[name]]
+        values = [(line.step, getattr(line, name), getattr(other, name)) for line, other in pairs]
+        off = [(step, one, other) for step, one, other in values if one != other]
         worst = max((_apart(one, other) for _, one, other in off), default=0.0)
         if not off:
             text = "equal at every step"
@@ -430,14 +430,14 @@ def _draw(runs: Runs, title: str, path: Path) -> None:
 
     figure, panels = pyplot.subplots(2, 1, sharex=True, figsize=(9, 6.5), layout="constrained")
     recovery = runs.recovery
-    after = [line for line in runs.found if line["step"] > recovery.resumed_from_step]
+    after = [line for line in runs.found if line.step > recovery.resumed_from_step]
     for axes, name, label in zip(panels, ("loss", "grad_norm"), ("loss", "gradient norm"), strict=True):
         for lines, style in (
             (runs.expected, {"color": "0.75", "linewidth": 6, "label": "never interrupted", "solid_capstyle": "round"}),
             (runs.before, {"color": "tab:blue", "marker": "o", "markersize": 3.5, "label": "until SIGKILL"}),
             (after, {"color": "tab:red", "marker": "o", "markersize": 3.5, "label": "resumed"}),
         ):
-            axes.plot([line["step"] for line in lines], [line[name] for line in lines], **style)
+            axes.plot([line.step for line in lines], [getattr(line, name) for line in lines], **style)
         axes.axvline(recovery.killed_after_step, color="tab:blue", linestyle=":", linewidth=1)
         axes.axvline(recovery.resumed_from_step, color="tab:red", linestyle=":", linewidth=1)
         axes.axvspan(recovery.resumed_from_step, recovery.killed_after_step, color="tab:red", alpha=0.08, linewidth=0)

@@ -22,8 +22,8 @@ from trainer.checkpoint.commit import COMMIT
 from trainer.checkpoint.dcp import writer
 from trainer.checkpoint.dcp.reader import load_tensors
 from trainer.checkpoint.dcp.shard import write_shard
-from trainer.ledger import read_ledger
 from trainer.outcome import ConfigError, UnavailableError
+from trainer.records import read_records
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_the_newest_whole_checkpoint_is_loaded(run_dir: Path, group: dist.Proces
     resumed = checkpoints.resume()
     assert resumed is not None and (resumed.step, resumed.samples) == (20, 160)
     assert state.step == 20 and checkpoints.loaded == "step_00000020"
-    (event,) = (event for event in read_ledger(run_dir) if event["event"] == "resumed")
+    (event,) = (event for event in read_records(run_dir, "ledger") if event["event"] == "resumed")
     assert event["step"] == 20 and event["lost_steps"] == 0
 
 

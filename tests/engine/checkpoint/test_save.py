@@ -21,7 +21,7 @@ import trainer
 from trainer.checkpoint import commit as commits
 from trainer.checkpoint.dcp.reader import load_tensors
 from trainer.checkpoint.lease import Lease
-from trainer.ledger import read_ledger
+from trainer.records import read_records
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -129,7 +129,7 @@ def test_two_ranks_save_are_killed_and_one_carries_on_with_equal_losses(tmp_path
     assert complete(tmp_path / "whole") == [17, 15, 10]
     for commit in commits.complete(tmp_path / "whole"):
         commits.verify(commit)
-    events = read_ledger(tmp_path / "whole")
+    events = read_records(tmp_path / "whole", "ledger")
     assert [event["step"] for event in events if event["event"] == "save_committed"] == [5, 10, 15, 17]
     assert [event["step"] for event in events if event["event"] == "save_staged"] == [5, 10, 15, 17]
     assert "checkpoint_id" not in one.output, "torch's own log of the writer process"
@@ -154,7 +154,7 @@ def test_every_fault_is_decided_together_and_the_next_save_works(tmp_path: Path)
     assert len(saves) == 14
     for fault, said in saves.items():
         assert (said["committed"] == said["step"]) == fault.startswith("none"), (fault, said)
-    failed = [event for event in read_ledger(run_dir) if event["event"] == "save_failed"]
+    failed = [event for event in read_records(run_dir, "ledger") if event["event"] == "save_failed"]
     reasons = " | ".join(event["reason"] for event in failed)
     assert 6 <= len(failed) <= 7, reasons  # the odd value also met the rehearsal
     for part in ("rank 0", "exists", "odd is a str", "File too large", "does not know the layout"):
@@ -278,7 +278,7 @@ def test_a_full_disk_is_said_before_anything_is_written_and_the_next_save_works(
         with job("fill", volume / "run", FILLER=str(filler)) as one:
             assert one.end(180) == [0, 0], one.output
         assert complete(volume / "run") == [2]
-        failed = [event for event in read_ledger(volume / "run") if event["event"] == "save_failed"]
+        failed = [event for event in read_records(volume / "run", "ledger") if event["event"] == "save_failed"]
         assert [event["step"] for event in failed] == [1] and "no room for a checkpoint" in failed[0]["reason"]
     finally:
         subprocess.run(["umount", str(volume)], check=True)

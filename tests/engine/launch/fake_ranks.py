@@ -26,7 +26,8 @@ from trainer.config.load import load_config
 from trainer.config.settings import Config
 from trainer.launch.spawn import StartSpec
 from trainer.launch.supervisor import launch
-from trainer.ledger import Ledger, Records
+from trainer.ledger import Ledger
+from trainer.records import Records
 from trainer.outcome import ConfigError, Reason, Status
 from trainer.reclaim.rank import Reclaim, prepare_rank
 from trainer.reclaim.request import Action

@@ -16,7 +16,7 @@ import pytest
 
 import trainer
 from trainer.checkpoint.commit import complete
-from trainer.ledger import read_ledger, read_records
+from trainer.records import read_records
 from trainer.processes import alive
 
 FAKE = Path(__file__).with_name("fake_ranks.py")
@@ -71,7 +71,7 @@ class Run:
         return max((line["step"] for line in read_records(self.run_dir, "metrics")), default=0)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        return [event for event in read_ledger(self.run_dir) if event["event"] == name]
+        return [event for event in read_records(self.run_dir, "ledger") if event["event"] == name]
 
     def reaches(self, step: int) -> None:
         until(lambda: self.last_line >= step, f"step {step}")

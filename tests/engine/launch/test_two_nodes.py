@@ -15,9 +15,9 @@ import pytest
 
 import trainer
 from trainer.config.load import load_config
-from trainer.ledger import read_ledger
-from trainer.metrics import read_metrics
 from trainer.outcome import FINISHED, RECLAIMED
+from trainer.records import read_records
+from trainer.steps import read_counting
 
 PROJECT = Path(trainer.__file__).resolve().parents[1]
 STEPS = 60
@@ -63,7 +63,7 @@ class Nodes:
 
     def stop_after(self, step: int, nodes: list[subprocess.Popen[bytes]], node: int) -> list[int]:
         """SIGTERM to one node once `step` is in the metrics. Returns every node's exit code."""
-        while not (lines := read_metrics(self.run_dir)) or lines[-1]["step"] < step:
+        while not (lines := read_counting(self.run_dir)) or lines[-1].step < step:
             assert [one.poll() for one in nodes] == [None] * len(nodes), self.logs()
             time.sleep(0.05)
         nodes[node].send_signal(signal.SIGTERM)
@@ -85,14 +85,16 @@ def test_two_nodes_one_node_two_nodes(nodes: Nodes) -> None:
     assert nodes.stop_after(5, nodes.start(2), node=1) == [RECLAIMED, RECLAIMED], nodes.logs()
     assert nodes.stop_after(15, nodes.start(1), node=0) == [RECLAIMED], nodes.logs()
     assert [one.wait(timeout=180) for one in nodes.start(2)] == [FINISHED, FINISHED], nodes.logs()
-    sizes = [event["world_size"] for event in read_ledger(nodes.run_dir) if event["event"] == "attempt_started"]
+    sizes = [
+        event["world_size"] for event in read_records(nodes.run_dir, "ledger") if event["event"] == "attempt_started"
+    ]
     assert sizes == [2, 1, 2]
-    lines = read_metrics(nodes.run_dir)
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    lines = read_counting(nodes.run_dir)
+    assert [line.step for line in lines] == list(range(1, STEPS + 1))
 
     [whole] = nodes.start(1, "run.name=whole")
     assert whole.wait(timeout=180) == FINISHED, nodes.logs()
-    expected = read_metrics(nodes.run_dir.parent / "whole")
+    expected = read_counting(nodes.run_dir.parent / "whole")
     for name in ("lr", "samples", "batch_hash"):
-        assert [line[name] for line in lines] == [line[name] for line in expected]
-    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-6)
+        assert [getattr(line, name) for line in lines] == [getattr(line, name) for line in expected]
+    assert [line.loss for line in lines] == pytest.approx([line.loss for line in expected], rel=1e-6)

@@ -14,8 +14,8 @@ import pytest
 
 import trainer
 from trainer.checkpoint import commit as commits
-from trainer.ledger import read_ledger
-from trainer.metrics import read_metrics
+from trainer.records import read_records
+from trainer.steps import read_counting
 
 pytestmark = pytest.mark.slow
 TRAINER = Path(trainer.__file__).resolve().parent
@@ -112,8 +112,8 @@ def test_a_disk_that_fills_up_costs_saves_and_nothing_else(start: Callable[..., 
     for commit in commits.complete(run.run_dir):
         commits.verify(commit)
     last = run.newest()
-    assert [line["step"] for line in read_metrics(run.run_dir)] == list(range(1, last + 1)), "no line is missing"
-    failed = [event for event in read_ledger(run.run_dir) if event["event"] == "save_failed"]
+    assert [line.step for line in read_counting(run.run_dir)] == list(range(1, last + 1)), "no line is missing"
+    failed = [event for event in read_records(run.run_dir, "ledger") if event["event"] == "save_failed"]
     assert failed and {event["attempt"] for event in failed} == {1}, "what could not be written then is there now"
     assert "restart 1" not in run.said()
 

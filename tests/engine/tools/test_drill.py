@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 import trainer
 from trainer.outcome import ConfigError
+from trainer.steps import Step
 from trainer.tools import drill
 from trainer.tools.drill import FP32, compare_lines
 
@@ -122,14 +123,14 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
 # The verdict on its own
 
 
-def _lines(steps: int = 6) -> list[dict[str, Any]]:
+def _lines(steps: int = 6) -> list[Step]:
     return [
-        {"step": n, "loss": 4.0 / n, "grad_norm": 1.0, "lr": 0.1 * n, "samples": 8 * n, "batch_hash": f"{n:x}"}
+        Step(1, n, loss=4.0 / n, grad_norm=1.0, lr=0.1 * n, samples=8 * n, batch_hash=f"{n:x}")
         for n in range(1, steps + 1)
     ]
 
 
-def _failed(found: Sequence[dict[str, Any]]) -> set[str]:
+def _failed(found: Sequence[Step]) -> set[str]:
     return {check.name for check in compare_lines(_lines(), found, 6, FP32) if not check.passed}
 
 
@@ -150,7 +151,7 @@ def test_equal_runs_pass() -> None:
 )
 def test_one_number_that_is_off_at_one_step_fails_its_check(name: str, change: float, check: str) -> None:
     found = _lines()
-    found[4][name] *= change
+    found[4] = replace(found[4], **{name: getattr(found[4], name) * change})
     assert _failed(found) == {check}
 
 

@@ -1,21 +1,29 @@
-"""The report on made-up runs whose answers are known."""
+"""The report on synthetic runs whose answers are known."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import trainer
 from trainer.cli import main
 from trainer.config.settings import CheckpointConfig
-from trainer.interval import compute_interval
-from trainer.tools.report.account import Account, account, predicted, quantile, suggestions
+from trainer.interval import badput, compute_interval
+from trainer.ledger import read_events
+from trainer.steps import read_steps
+from trainer.tools.report.account import Account, account
+from trainer.tools.report.advice import suggestions
 
-TOKENS = 32 * 256  # of a step of the default configuration
+PROJECT = Path(trainer.__file__).resolve().parents[1]
+UNITS = 32 * 256  # of a step
 ASSUMED = CheckpointConfig(
     mtbi_s=200, step_time_s=1, save_time_s=4, save_stall_s=0.5, restart_time_s=45, every_steps=50
 )
@@ -45,15 +53,19 @@ class Run:
         self.now, self.attempt = self.now + after_s, self.attempt + 1
         if resumed:
             self.event("resumed", step=step, **resumed)
-        self.event("attempt_started", step=step, world_size=world_size, checkpoint=f"step_{step:08d}" if step else None)
+        checkpoint = f"step_{step:08d}" if step else None
+        self.event("attempt_started", step=step, world_size=world_size, checkpoint=checkpoint, unit="images")
 
-    def train(self, first: int, last: int, seconds: float = 1.0, stall_s: float = 0.0) -> None:
-        """Steps `first` to `last`, the first of them also waiting for `stall_s`."""
+    def train(
+        self, first: int, last: int, seconds: float = 1.0, stall_s: float = 0.0, first_s: float | None = None
+    ) -> None:
+        """Steps `first` to `last` after a stall; `first_s` is what the first of them takes, where that is another."""
+        self.now += stall_s
         for step in range(first, last + 1):
-            took = seconds + (stall_s if step == first else 0.0)
+            took = first_s if first_s is not None and step == first else seconds
             self.now += took
             line = {"step": step, "loss": 5 / step**0.3, "lr": 1e-3, "grad_norm": 1.0, "samples": step * 32}
-            self.write("metrics", line | {"tokens_per_s": TOKENS / took, "attempt": self.attempt})
+            self.write("metrics", line | {"seconds": took, "units_per_s": UNITS / took, "attempt": self.attempt})
 
     def save(self, step: int, stall_s: float = 0.5, write_s: float = 3.5, committed: bool = True) -> None:
         started = self.now
@@ -98,10 +110,7 @@ def interrupted_twice(run: Run) -> None:
 
 
 def read(run: Run, settings: CheckpointConfig = ASSUMED, alive: bool = False) -> Account:
-    from trainer.ledger import read_ledger, read_records
-
-    events, lines = read_ledger(run.run_dir), read_records(run.run_dir, "metrics")
-    return account(events, lines, settings, sequence_length=256, alive=alive)
+    return account(read_events(run.run_dir), read_steps(run.run_dir), settings, alive=alive)
 
 
 def invoke(run: Run, *arguments: str) -> Any:
@@ -111,13 +120,17 @@ def invoke(run: Run, *arguments: str) -> Any:
 
 def test_every_interruption_is_listed_with_what_it_cost(run: Run) -> None:
     interrupted_twice(run)
-    killed, reclaimed = read(run).interruptions
-    assert (killed.kind, killed.step, killed.lost_steps, killed.flushed) == ("killed", 135, 35, False)
+    killed, reclaimed = read(run).run.interruptions
+    assert (killed.kind, killed.step, killed.lost_steps, killed.save_in_flight) == ("killed", 135, 35, None)
     assert killed.lost_s == pytest.approx(35)
     assert killed.recovery_s == pytest.approx(60)
-    assert (reclaimed.kind, reclaimed.step, reclaimed.lost_steps, reclaimed.flushed) == ("reclaimed", 160, 0, True)
+    assert (reclaimed.kind, reclaimed.step, reclaimed.lost_steps, reclaimed.save_in_flight) == (
+        "reclaimed",
+        160,
+        0,
+        None,
+    )
     assert reclaimed.recovery_s == pytest.approx(30)
-    assert reclaimed.source == "SIGTERM"
 
 
 def test_the_seconds_add_up_to_the_time_since_the_first_start(run: Run) -> None:
@@ -140,7 +153,7 @@ def test_badput_is_measured_in_the_terms_in_which_it_was_promised(run: Run) -> N
     assert found.measured.stall == pytest.approx(2 / 395)
     assert found.measured.total == pytest.approx(127 / 395)
     plan = compute_interval(14_400, 0.8, 30, 3, 300)
-    same = predicted(plan.save_interval_steps, 14_400, 0.8, 30, 3, 300)
+    same = badput(plan.save_interval_steps, 14_400, 0.8, 30, 3, 300)
     assert (same.lost, same.stall, same.restart) == (plan.badput, plan.badput_stall, plan.badput_restart)
     assert same.total == pytest.approx(plan.badput_total)
 
@@ -165,7 +178,7 @@ def test_a_save_may_be_committed_before_it_is_said_to_be_staged(run: Run) -> Non
     run.event("save_committed", step=10, write_s=1.0, bytes=1)
     run.now += 0.1
     run.event("save_staged", step=10, stall_s=0.2)
-    (save,) = read(run).saves
+    (save,) = read(run).run.saves
     assert (save.outcome, save.stall_s, save.durable_s) == ("committed", 0.2, 1.0)
 
 
@@ -176,8 +189,8 @@ def test_failed_lost_and_running_saves_are_told_apart(run: Run) -> None:
     run.save(20, committed=False)
     run.start(5, step=0, world_size=1)
     run.save(10, committed=False)
-    assert [save.outcome for save in read(run, alive=True).saves] == ["failed", "lost", "running"]
-    assert [save.outcome for save in read(run, alive=False).saves] == ["failed", "lost", "lost"]
+    assert [save.outcome for save in read(run, alive=True).run.saves] == ["failed", "lost", "running"]
+    assert [save.outcome for save in read(run, alive=False).run.saves] == ["failed", "lost", "lost"]
     assert "No space left on device" in invoke(run).output
 
 
@@ -195,8 +208,8 @@ def test_a_save_under_way_at_the_end_was_committed_or_lost(run: Run) -> None:
     run.train(21, 22)
     run.start(5, step=10, world_size=1)
     run.train(11, 12)
-    flushed, lost, _ = read(run).interruptions
-    assert (flushed.save_in_flight, flushed.lost_steps, flushed.flushed) == ("committed", 5, False)
+    committed, lost, _ = read(run).run.interruptions
+    assert (committed.save_in_flight, committed.lost_steps) == ("committed", 5)
     assert (lost.save_in_flight, lost.lost_steps) == ("lost", 12)
 
 
@@ -207,11 +220,11 @@ def test_what_the_ledger_says_of_a_loss_wins_and_is_counted_once(run: Run) -> No
     run.start(10, step=20, world_size=1, lost_steps=10, lost_s=12.5, load_s=1.0)
     run.train(21, 40)
     found = read(run, alive=True)
-    assert [(one.kind, one.lost_steps, one.lost_s) for one in found.interruptions] == [
+    assert [(one.kind, one.lost_steps, one.lost_s) for one in found.run.interruptions] == [
         ("killed", 10, 12.5),
         ("killed", 0, 0.0),
     ]
-    assert [one.recovery_s for one in found.interruptions] == [20.0, 10.0]
+    assert [one.recovery_s for one in found.run.interruptions] == [20.0, 10.0]
     assert found.seconds.restart == pytest.approx(20)  # not 30: the second restart is part of the first
     assert found.seconds.lost == 12.5
 
@@ -234,7 +247,7 @@ def test_a_pause_by_a_person_is_no_badput(run: Run, refused: int) -> None:
     found = read(run, alive=True)
     assert found.seconds.paused == pytest.approx(3600 + 100 * refused)
     assert found.seconds.restart == pytest.approx(15)
-    assert found.interruptions[0].recovery_s == pytest.approx(15)
+    assert found.run.interruptions[0].recovery_s == pytest.approx(15)
     assert found.measured.restart == pytest.approx(15 / 35)
 
 
@@ -243,8 +256,8 @@ def test_a_slow_first_step_belongs_to_the_restart(run: Run) -> None:
     run.train(1, 10)
     run.event("stopped", step=10, reason="reclaimed")
     run.start(20, step=10, world_size=1)
-    run.train(11, 20, stall_s=9)  # compiling
-    assert read(run, alive=True).interruptions[0].recovery_s == pytest.approx(29)
+    run.train(11, 20, first_s=10)  # compiling
+    assert read(run, alive=True).run.interruptions[0].recovery_s == pytest.approx(29)
 
 
 def test_the_end_of_a_killed_attempt_is_not_before_its_last_step(run: Run) -> None:
@@ -252,7 +265,7 @@ def test_the_end_of_a_killed_attempt_is_not_before_its_last_step(run: Run) -> No
     run.train(1, 100)
     run.start(10, step=0, world_size=1)
     run.train(1, 5)
-    assert read(run, alive=True).interruptions[0].recovery_s == pytest.approx(10)
+    assert read(run, alive=True).run.interruptions[0].recovery_s == pytest.approx(10)
 
 
 def test_a_ledger_alone_is_enough(run: Run) -> None:
@@ -267,7 +280,7 @@ def test_a_ledger_alone_is_enough(run: Run) -> None:
     run.now = 1300
     run.event("stopped", step=200, reason="finished")
     found = read(run)
-    (one,) = found.interruptions
+    (one,) = found.run.interruptions
     assert (one.kind, one.step, one.lost_steps, one.lost_s, one.recovery_s) == ("killed", 145, 45, 45.0, 40.0)
     seconds = found.seconds
     assert (seconds.elapsed, seconds.lost, seconds.restart, seconds.stall) == (300.0, 45.0, 40.0, 0.5)
@@ -333,7 +346,7 @@ def test_retuning_is_shown_with_what_it_changed(run: Run) -> None:
     run.event("retuned", every_steps=12, before=50, step_time_s=1.0, save_time_s=4.0, save_stall_s=0.5, mtbi_s=200)
     run.event("retuned", step=60, every_steps=14, warning="no interval keeps badput at 5%")
     found = read(run, alive=True)
-    assert (found.configured_steps, found.current_steps) == (50, 14)
+    assert found.current_steps == 14
     text = invoke(run).output
     assert "attempt 1, step 30: 50 -> 12 (step 1.00 s, save 4.00 s, stall 500 ms, MTBI 3.33 min)" in text
     assert "attempt 1, step 60: 12 -> 14 (no interval keeps" in text
@@ -405,8 +418,8 @@ def test_json_has_keys_that_stay(run: Run) -> None:
     assert set(found["badput"]["measured"]) == {"stall", "lost", "restart", "total"}
     assert found["mtbi"] == {"measured_s": None, "assumed_s": 200.0, "over": "2 interruptions"}
     assert found["saves"]["committed"] == 4
-    assert {one["world_size"]: one["tokens_per_s"] for one in found["throughput"]["by_world_size"]} == {
-        8: pytest.approx(TOKENS), 4: pytest.approx(TOKENS / 2),
+    assert {one["world_size"]: one["units_per_s"] for one in found["throughput"]["by_world_size"]} == {
+        8: pytest.approx(UNITS), 4: pytest.approx(UNITS / 2),
     }  # fmt: skip
 
 
@@ -416,7 +429,7 @@ def test_the_table_can_be_read(run: Run) -> None:
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert lines[0] == "demo: finished; step 200 of 200, 3 attempts, 6.58 min from the first start"
-    assert "killed             1          35     35.0 s    60.0 s   0 of 1" in lines
+    assert "killed             1          35     35.0 s    60.0 s        0 of 1" in lines
     assert max(map(len, lines)) <= 120
 
 
@@ -426,8 +439,8 @@ def test_many_attempts_are_summed_up(run: Run) -> None:
         run.train(number * 2 + 1, number * 2 + 4)
         run.save(number * 2 + 2)
     found = read(run, alive=True)
-    assert len(found.interruptions) == 299
-    assert sum(one.lost_steps for one in found.interruptions) == 299 * 2
+    assert len(found.run.interruptions) == 299
+    assert sum(one.lost_steps for one in found.run.interruptions) == 299 * 2
     text = invoke(run).output
     assert "and 287 earlier ones" in text
     assert len(text.splitlines()) < 70
@@ -451,7 +464,7 @@ def test_a_picture_that_cannot_be_drawn_is_one_line(run: Run, name: str, tmp_pat
     assert "--plot" in result.output.splitlines()[-1]
 
 
-def test_a_sequence_length_given_on_the_command_line_is_remembered_by_the_checkpoints(run: Run) -> None:
+def test_the_seconds_of_an_earlier_version_follow_from_the_sequence_length_of_its_checkpoints(run: Run) -> None:
     from trainer.checkpoint import commit
 
     directory = run.run_dir / "step_00000050"
@@ -460,12 +473,31 @@ def test_a_sequence_length_given_on_the_command_line_is_remembered_by_the_checkp
     sums = {".metadata": commit.FileSum(1, commit.ALGORITHM, "0")}
     made = commit.Commit(directory, 50, 1600, 1, 8, 0.0, {"data.sequence_length": 512}, "2.13.0", "", sums)
     (directory / commit.COMMIT).write_bytes(commit.encode(made))
-    interrupted_twice(run)
+    run.start(0, step=0, world_size=8)
+    for step in range(1, 51):
+        line = {"step": step, "loss": 2.0, "samples": step * 32, "tokens_per_s": 32 * 256, "attempt": 1}
+        run.write("metrics", line)
     found = json.loads(invoke(run, "--json").output)
     assert next(one for one in found["assumptions"] if one["key"] == "checkpoint.step_time_s")["measured"] == 2.0
 
 
-def test_quantiles_interpolate() -> None:
-    assert quantile([], 0.5) is None
-    assert quantile([3.0], 0.95) == 3.0
-    assert quantile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.5
+def test_a_run_without_a_launcher_that_ends_well_is_not_killed(tmp_path: Path) -> None:
+    """Two starts of a small run by `train`, each exit 0."""
+    settings = [
+        f"checkpoint.dir={tmp_path}", "run.name=alone", "volume.allow_ephemeral=true", "model.layers=1",
+        "model.width=16", "model.heads=2", "data.sequence_length=8", "data.global_batch=2", "data.micro_batch=2",
+        f"data.path={tmp_path / 'tokens.npy'}", "train.eval_every_steps=0", "logging.tensorboard=false",
+    ]  # fmt: skip
+    np.save(tmp_path / "tokens.npy", np.arange(400, dtype=np.uint8) % 40)
+    for steps in (2, 4):
+        command = [sys.executable, "-m", "trainer", "train", *settings, f"train.steps={steps}"]
+        done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    result = CliRunner().invoke(main, ["report", "--json", *settings, "train.steps=4"])
+    found = json.loads(result.output)
+    assert (found["state"], found["last_step"]) == ("finished", 4)
+    assert found["interruptions"]["count"] == 0
+    assert found["mtbi"]["measured_s"] is None
+    assert [one["reason"] for one in found["attempts"]] == ["finished", "finished"]
+    events = [event.event for event in read_events(tmp_path / "alone")]
+    assert events[0] == "started" and events[-2:] == ["stopped", "finished"]
