@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from trainer import parallel
 from trainer.agreement import Agreement, Decision, StepTotals
 from trainer.checkpoint.dcp.reader import load_tensors
-from trainer.checkpoint.lease import Lease, current_epoch
+from trainer.checkpoint.lease import current_epoch
 from trainer.checkpoint.save import Checkpoints
+from trainer.checkpoint.standalone import standalone
 from trainer.collectives import from_main, on_each
 from trainer.config.fingerprint import fingerprint
 from trainer.config.settings import Config
@@ -116,7 +117,10 @@ class Run:
         config, task, seed = self.config, self.task, self.config.data.seed
         self._reclaim = stack.enter_context(Reclaim(self._start.runtime, config.reclaim.grace_s))
         self.world = stack.enter_context(parallel.join())
-        self.attempt = _agree_on_attempt(self._start, config, self.world, stack)
+        attempt = self._start.attempt
+        if self.world.is_main and attempt is None and self._start.runtime is None:
+            attempt = stack.enter_context(standalone(config.run_dir, lambda: (self.reason, self.step)))
+        self.attempt = _agree_on_attempt(attempt, config, self.world)
         from_main(self.world.control, task.prepare)
         on_each(self.world.control, lambda: (len(task.train), len(task.validation)))
         self.plan = BatchPlan(config.data.global_batch, config.data.micro_batch, self.world.size)
@@ -396,21 +400,15 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _agree_on_attempt(start: Start, config: Config, world: parallel.World, stack: ExitStack) -> int:
-    """The number of this start, on all ranks: from node 0's launcher, or without launchers from the lease.
+def _agree_on_attempt(attempt: int | None, config: Config, world: parallel.World) -> int:
+    """The number of this start, on all ranks.
 
     Only the ranks of node 0 are told; rank 0 need not be one of them, the rendezvous numbers the nodes as it likes.
     """
-    attempt = start.attempt
-    if world.is_main and attempt is None and start.runtime is None:
-        lease = Lease.acquire(config.run_dir)
-        stack.callback(lease.release)
-        attempt = lease.next_epoch()
     agreed = torch.tensor([attempt or 0])
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=world.control)
-    attempt = int(agreed)
-    on_each(world.control, partial(_wait_for_shared_directory, config, attempt))
-    return attempt
+    on_each(world.control, partial(_wait_for_shared_directory, config, int(agreed)))
+    return int(agreed)
 
 
 def _wait_for_shared_directory(config: Config, attempt: int) -> None:

@@ -36,9 +36,9 @@ sys.path.insert(0, str(TEMPLATE))
 from trainer.checkpoint import commit as commits  # noqa: E402
 from trainer.config.settings import Config  # noqa: E402
 from trainer.launch.spawn import StartSpec, start_ranks  # noqa: E402
-from trainer.records import read_records  # noqa: E402
 from trainer.machine.gpus import Ranks  # noqa: E402
 from trainer.machine.nodes import Nodes  # noqa: E402
+from trainer.records import read_records  # noqa: E402
 
 SETTINGS = [
     "run.name=storm", "train.steps=100000", "train.eval_every_steps=7", "train.eval_batches=1", "data.workers=1",

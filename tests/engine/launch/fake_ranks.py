@@ -27,10 +27,10 @@ from trainer.config.settings import Config
 from trainer.launch.spawn import StartSpec
 from trainer.launch.supervisor import launch
 from trainer.ledger import Ledger
-from trainer.records import Records
 from trainer.outcome import ConfigError, Reason, Status
 from trainer.reclaim.rank import Reclaim, prepare_rank
 from trainer.reclaim.request import Action
+from trainer.records import Records
 
 FAKE = json.loads(os.environ.get("FAKE_RANKS", "{}"))
 

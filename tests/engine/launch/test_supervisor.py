@@ -16,8 +16,8 @@ import pytest
 
 import trainer
 from trainer.checkpoint.commit import complete
-from trainer.records import read_records
 from trainer.processes import alive
+from trainer.records import read_records
 
 FAKE = Path(__file__).with_name("fake_ranks.py")
 PROJECT = Path(trainer.__file__).resolve().parents[1]
