@@ -145,8 +145,7 @@ def test_answers_reach_the_settings(variant: tuple[Path, dict[str, Any]]) -> Non
 
 def test_the_saves_come_at_the_calculated_interval(variant: tuple[Path, dict[str, Any]]) -> None:
     checkpoint = load_config(project=variant[0]).checkpoint
-    names = ("mtbi_s", "step_time_s", "save_time_s", "save_stall_s", "restart_time_s", "badput_target")
-    interval = compute_interval(**{name: getattr(checkpoint, name) for name in names})
+    interval = compute_interval(**checkpoint.figures)
     assert checkpoint.every_steps == interval.save_interval_steps
 
 

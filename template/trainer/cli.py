@@ -169,10 +169,7 @@ def interval(overrides: tuple[str, ...], as_json: bool) -> None:
 
     settings = load_config(overrides).checkpoint
     try:
-        found = compute_interval(
-            settings.mtbi_s, settings.step_time_s, settings.save_time_s,
-            settings.save_stall_s, settings.restart_time_s, settings.badput_target,
-        )  # fmt: skip
+        found = compute_interval(**settings.figures)
     except IntervalError as error:
         raise ConfigError(f"checkpoint: {error}") from None
     if as_json:

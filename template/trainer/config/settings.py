@@ -229,6 +229,12 @@ class CheckpointConfig:
     restart_time_s: NonNegativeFloat = 300.0
     badput_target: Target = 0.05  # of the time, for saves and lost work
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """What the interval is calculated from: the arguments of `interval.compute_interval`."""
+        names = ("mtbi_s", "step_time_s", "save_time_s", "save_stall_s", "restart_time_s", "badput_target")
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass(frozen=True)
 class ReclaimConfig:

@@ -172,7 +172,7 @@ class Attempt:
             save_s, pending_s = None, 0.0
         usual_s = max((beat.usual_s for beat in requests.read_beats(self.runtime).values()), default=0.0)
         steps = 2 if self.node.start.ranks.gpu else 1  # on GPUs what is agreed on is acted on one step later
-        return requests.decide(left_s - min(3.0, left_s / 4), steps * usual_s, save_s, pending_s)
+        return requests.decide(requests.usable_s(left_s), steps * usual_s, save_s, pending_s)
 
     def _save_times(self) -> tuple[float | None, float]:
         """Seconds of a save in this run (None: not measured), and until the one in flight is durable (0: none)."""

@@ -110,6 +110,11 @@ def revoke_start(runtime: Path) -> bool:
     return revoked or not any(runtime.glob(f"{BEAT}*"))
 
 
+def usable_s(left_s: float) -> float:
+    """What may be used of the time until the platform's SIGKILL: a margin is kept for ending the ranks before it."""
+    return left_s - min(3.0, left_s / 4)
+
+
 def decide(left_s: float, step_s: float, save_s: float | None, pending_s: float) -> tuple[Action, str]:
     """What the time until the platform's SIGKILL is enough for, and why, for the log.
 
