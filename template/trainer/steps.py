@@ -38,7 +38,10 @@ def read_steps(run_dir: Path, units_per_sample: float = 0.0) -> list[Step]:
 
 
 def _dated(record: Mapping[str, Any], units_per_sample: float) -> Mapping[str, Any]:
-    """A line of an earlier version, which has `tokens_per_s` alone, with the fields of today."""
+    """A line of an earlier version, which has `tokens_per_s` alone, with the fields of today.
+
+    Its seconds contain the stall of a save and an evaluation, which today's leave out.
+    """
     if "tokens_per_s" not in record or "seconds" in record:
         return record
     try:

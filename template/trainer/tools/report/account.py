@@ -24,10 +24,8 @@ from trainer.tools.report.history import (
     RECLAIMED,
     History,
     Save,
-    by_attempt,
     median,
     reconstruct,
-    typical_s,
 )
 from trainer.wording import counted
 
@@ -98,9 +96,7 @@ class Account:
     run: History
     last_step: int
     seconds: Seconds
-    measured: Badput
-    promised: Badput  # at the assumed figures and the configured interval
-    expected: Badput  # at the measured figures and the current interval
+    badput: dict[str, Badput]  # measured; promised: assumed figures, configured interval; expected: measured, current
     assumptions: tuple[Assumption, ...]
     stall_s: Spread
     write_s: Spread
@@ -110,10 +106,6 @@ class Account:
     units_per_s: float | None  # of the newest steps
     goodput_units_per_s: float | None  # units that count over the time that the run was meant to train
     current_steps: int  # between two saves
-
-    @property
-    def badputs(self) -> dict[str, Badput]:
-        return {"measured": self.measured, "promised": self.promised, "expected": self.expected}
 
 
 def read_account(config: Config, alive: bool = True) -> Account:
@@ -147,9 +139,11 @@ def account(
         run=run,
         last_step=run.counting[-1].step if run.counting else max(made, default=0),
         seconds=seconds,
-        measured=Badput(*map(seconds.share, (seconds.stall, seconds.lost, seconds.restart))),
-        promised=badput(settings.every_steps, *(one.assumed for one in assumptions)),
-        expected=badput(current_steps, *(one.found for one in assumptions)),
+        badput={
+            "measured": Badput(*map(seconds.share, (seconds.stall, seconds.lost, seconds.restart))),
+            "promised": badput(settings.every_steps, *(one.assumed for one in assumptions)),
+            "expected": badput(current_steps, *(one.found for one in assumptions)),
+        },
         assumptions=tuple(assumptions),
         stall_s=stall_s,
         write_s=write_s,
@@ -173,7 +167,7 @@ def _seconds(run: History) -> Seconds:
     kept = {end.attempt: end.kept_step for _, end in trained}
     # A stall before work that was lost is lost work.
     stall = sum(save.stall_s or 0.0 for save in run.saves if (save.step or 0) <= kept.get(save.attempt, math.inf))
-    if run.steps:
+    if run.typical_s is not None:
         productive = sum(one.seconds for one in run.counting) - sum(one.startup_step_s for one in run.attempts)
     else:
         productive = sum(one.end - one.trains for one, _ in trained) - stall - lost
@@ -222,7 +216,7 @@ def _assumptions(
     trained_s = seconds.meant - seconds.restart
     if interruptions == 0 and trained_s > 3 * settings.mtbi_s:  # by chance in one of 20 runs
         mtbi_s, over = trained_s, "a run without one: at least that"
-    step_s = typical_s(by_attempt(run.steps).values())
+    step_s = run.typical_s
     stalled_s = stall_s.steady if stall_s.steady is not None else stall_s.median
     if stalled_s is not None and durable_s.median is not None:  # as the run itself reckons, see `interval.retuned`
         slowdown = next((event.slowdown for event in reversed(events) if event.slowdown is not None), 1.0)
@@ -253,4 +247,4 @@ def _throughput(run: History) -> list[Throughput]:
     for step in run.counting:
         if step.units_per_s:
             speeds.setdefault(sizes.get(step.attempt), []).append(step.units_per_s)
-    return [Throughput(size, len(values), median(values) or 0.0) for size, values in speeds.items()]
+    return [Throughput(size, len(values), statistics.median(values)) for size, values in speeds.items()]

@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from trainer.ledger import KILLED, Event, Lifetime, lifetimes
 from trainer.outcome import Reason
@@ -18,6 +18,7 @@ from trainer.steps import Step, counting, starts
 
 RECLAIMED, INTERRUPTED, CRASHED = str(Reason.RECLAIMED), str(Reason.INTERRUPTED), str(Reason.CRASHED)
 KINDS = (RECLAIMED, KILLED, INTERRUPTED, CRASHED)
+_NAME_LAST_STEP = ("attempt_started", "save_started", "save_committed", "stopped", "finished")
 _BY_A_PERSON = (INTERRUPTED, "finished", "config")  # what follows is a pause, not a restart
 
 
@@ -76,6 +77,7 @@ class History:
 
     steps: list[Step]  # those that were done again too
     counting: list[Step]
+    typical_s: float | None  # of a step
     attempts: list[Attempt]
     ends: list[End]  # of all attempts
     saves: list[Save]
@@ -84,6 +86,22 @@ class History:
     @property
     def interruptions(self) -> list[End]:
         return [end for end in self.ends if end.kind in KINDS]
+
+
+@dataclass
+class _Part:
+    """What the records hold of one attempt."""
+
+    attempt: int
+    events: list[Event] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+
+    def first(self, name: str) -> Event | None:
+        return next((event for event in self.events if event.event == name), None)
+
+    def last(self, name: str) -> Event | None:
+        return next((event for event in reversed(self.events) if event.event == name), None)
 
 
 def reconstruct(events: Sequence[Event], steps: Sequence[Step], every_steps: int, alive: bool) -> History:
@@ -95,31 +113,33 @@ def reconstruct(events: Sequence[Event], steps: Sequence[Step], every_steps: int
         every_steps: the configured interval.
         alive: whether an attempt whose end nobody recorded may still be running.
     """
-    made = by_attempt(steps)
-    lives = lifetimes(events)
-    newest = max(lives.keys() | made.keys(), default=0)
-    running = newest if alive and (newest not in lives or lives[newest].reason is None) else None
-    saves = _saves(events, running)
-    attempts = _attempts(events, lives, made, saves, running)
+    parts = {
+        number: _Part(number) for number in sorted({one.attempt for one in events} | {one.attempt for one in steps})
+    }
+    for event in events:
+        parts[event.attempt].events.append(event)
+    for step in sorted(steps, key=lambda step: step.step):
+        parts[step.attempt].steps.append(step)
+    for part in parts.values():
+        part.saves = _saves(part.events)
+    attempts = _attempts(list(parts.values()), lifetimes(events), alive)
+    running = attempts[-1].attempt if attempts and attempts[-1].reason is None else None
+    saves = [save for part in parts.values() for save in part.saves]
+    for save in saves:
+        save.outcome = save.outcome or ("running" if save.attempt == running else "lost")
+    typical = _typical_s(part.steps for part in parts.values())
     return History(
         steps=list(steps),
         counting=counting(steps, starts(events)),
+        typical_s=typical,
         attempts=attempts,
-        ends=list(_ends(events, attempts, saves, made)),
-        saves=[save for mine in saves.values() for save in mine],
-        changes=list(_changes(events, every_steps)),
+        ends=list(_ends(attempts, parts, typical or 0.0)),
+        saves=saves,
+        changes=[change for part in parts.values() for change in _changes(part.events, every_steps)],
     )
 
 
-def by_attempt(steps: Iterable[Step]) -> dict[int, list[Step]]:
-    """The steps of each attempt, in their order."""
-    found: dict[int, list[Step]] = {}
-    for one in sorted(steps, key=lambda one: (one.attempt, one.step)):
-        found.setdefault(one.attempt, []).append(one)
-    return found
-
-
-def typical_s(made: Iterable[Sequence[Step]]) -> float | None:
+def _typical_s(made: Iterable[Sequence[Step]]) -> float | None:
     """Median seconds of a step, the first one of each attempt left out; None where nothing was measured."""
     return median([one.seconds for steps in made for one in (steps[1:] or steps) if one.seconds])
 
@@ -128,18 +148,17 @@ def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _saves(events: Iterable[Event], running: int | None) -> dict[int, list[Save]]:
-    """By attempt."""
-    found: dict[int, list[Save]] = {}
+def _saves(events: Iterable[Event]) -> list[Save]:
+    """Those of an attempt; the outcome of one that did not end is empty."""
+    found: list[Save] = []
     for event in events:
         if event.event not in ("save_started", "save_staged", "save_committed", "save_failed"):
             continue
-        mine = found.setdefault(event.attempt, [])
         # The writer's `save_committed` may come before the trainer's `save_staged`.
-        save = next((one for one in mine[:-4:-1] if event.step in (None, one.step)), None)
+        save = next((one for one in found[:-4:-1] if event.step in (None, one.step)), None)
         if save is None or event.event == "save_started":
-            save = Save(event.attempt, event.step, first=not mine)
-            mine.append(save)
+            save = Save(event.attempt, event.step, first=not found)
+            found.append(save)
         match event.event:
             case "save_started":
                 save.started = event.time
@@ -150,89 +169,64 @@ def _saves(events: Iterable[Event], running: int | None) -> dict[int, list[Save]
                 save.durable_s = event.write_s if save.started is None else event.time - save.started
             case "save_failed":
                 save.outcome, save.reason = "failed", event.reason or ""
-    for save in (save for mine in found.values() for save in mine):
-        save.outcome = save.outcome or ("running" if save.attempt == running else "lost")
     return found
 
 
-def _attempts(
-    events: Sequence[Event],
-    lives: Mapping[int, Lifetime],
-    made: Mapping[int, Sequence[Step]],
-    saves: Mapping[int, Iterable[Save]],
-    running: int | None,
-) -> list[Attempt]:
-    began = {event.attempt: event for event in events if event.event == "attempt_started"}
-    stopped = {event.attempt: event.time for event in events if event.event == "stopped"}
-    last = {number: steps[-1].step for number, steps in made.items()} or _last_steps(events)
-    start_steps = {number: steps[0].step - 1 for number, steps in made.items()} | starts(began.values())
-    numbers = sorted(lives.keys() | made.keys())
+def _attempts(parts: Sequence[_Part], lives: Mapping[int, Lifetime], alive: bool) -> list[Attempt]:
+    has_steps = any(part.steps for part in parts)
     found: list[Attempt] = []
-    for number, following in itertools.zip_longest(numbers, numbers[1:]):
+    for part, following in itertools.zip_longest(parts, parts[1:]):
         before = found[-1].end if found else 0.0
-        life = lives.get(number, Lifetime(before, before, None if following is None else KILLED))
-        steps = made.get(number, [])
-        trains = began[number].time if number in began else life.start
-        end = max(stopped.get(number, life.end), trains)
+        life = lives.get(part.attempt, Lifetime(before, before, KILLED if following else None))
+        began, stopped = part.last("attempt_started"), part.last("stopped")
+        trains = began.time if began else life.start
+        end = max(stopped.time if stopped else life.end, trains)
         if life.reason in (None, KILLED):  # nobody wrote down when: it lived at least for its steps
-            stalls = sum(save.stall_s or 0.0 for save in saves.get(number, ()))
-            lived = trains + sum(one.seconds for one in steps) + stalls
-            latest = lives[following].start if following is not None and following in lives else math.inf
+            stalls = sum(save.stall_s or 0.0 for save in part.saves)
+            lived = trains + sum(step.seconds for step in part.steps) + stalls
+            latest = lives[following.attempt].start if following and following.attempt in lives else math.inf
             end = max(min(max(end, lived), latest), life.end)
-        typical = typical_s([steps])
+        start_step = began.step if began else None
+        if start_step is None and part.steps:
+            start_step = part.steps[0].step - 1
+        last_step = part.steps[-1].step if part.steps else None
+        if not has_steps:  # no metrics: what the events say of steps must do
+            named = (event.step for event in part.events if event.event in _NAME_LAST_STEP)
+            last_step = max((step for step in named if step is not None), default=None)
+        typical = _typical_s([part.steps])
         found.append(
             Attempt(
-                attempt=number,
+                attempt=part.attempt,
                 start=life.start,
                 trains=trains,
                 end=end,
-                reason=life.reason or (None if number == running else KILLED),
-                world_size=began[number].world_size if number in began else None,
-                start_step=start_steps.get(number),
-                last_step=last.get(number),
-                startup_step_s=max(0.0, steps[0].seconds - typical) if typical else 0.0,
+                reason=life.reason or (None if alive else KILLED),
+                world_size=began.world_size if began else None,
+                start_step=start_step,
+                last_step=last_step,
+                startup_step_s=max(0.0, part.steps[0].seconds - typical) if typical else 0.0,
             )
         )
     return found
 
 
-def _last_steps(events: Iterable[Event]) -> dict[int, int]:
-    """The last step that the events of each attempt name: all there is to say where there are no metrics."""
-    last: dict[int, int] = {}
-    names = ("attempt_started", "save_started", "save_committed", "stopped", "finished")
-    for event in events:
-        if event.event in names and event.step is not None:
-            last[event.attempt] = max(last.get(event.attempt, 0), event.step)
-    return last
-
-
-def _ends(
-    events: Sequence[Event],
-    attempts: Sequence[Attempt],
-    saves: Mapping[int, Sequence[Save]],
-    made: Mapping[int, Sequence[Step]],
-) -> Iterator[End]:
-    notices = {event.attempt: event for event in events if event.event == "reclaim_noticed"}
-    resumed: dict[int, Event] = {}
-    for event in events:
-        if event.event == "resumed":
-            resumed.setdefault(event.attempt, event)
-    typical = typical_s(made.values()) or 0.0
+def _ends(attempts: Sequence[Attempt], parts: Mapping[int, _Part], typical_s: float) -> Iterator[End]:
     for index, one in enumerate(attempts):
+        part = parts[one.attempt]
         trained = (place for place in range(index + 1, len(attempts)) if attempts[place].last_step is not None)
         next_trained = next(trained, None)
         later = attempts[index + 1 : None if next_trained is None else next_trained + 1]
-        kept = _resume_step(one, later, saves)
-        said = next((resumed[each.attempt] for each in later if each.attempt in resumed), None)
+        kept = _resume_step(one, later, parts)
+        said = next((event for each in later if (event := parts[each.attempt].first("resumed"))), None)
         lost_steps, lost_s = (said.lost_steps, said.lost_s) if said and one.last_step is not None else (None, None)
         if lost_steps is None:
             lost_steps = max(0, (one.last_step or 0) - kept)
         if lost_s is None:  # the stall of a save that was not resumed from is lost too
-            stalls = [save.stall_s or 0.0 for save in saves.get(one.attempt, ()) if (save.step or 0) > kept]
-            again = [step.seconds for step in made.get(one.attempt, ()) if step.step > kept]
-            lost_s = sum(again) + sum(stalls) if again else lost_steps * typical
+            stalls = [save.stall_s or 0.0 for save in part.saves if (save.step or 0) > kept]
+            again = [step.seconds for step in part.steps if step.step > kept]
+            lost_s = sum(again) + sum(stalls) if again else lost_steps * typical_s
         recovery_s, paused_s = (None, 0.0) if next_trained is None else _gap([one, *later])
-        notice = notices.get(one.attempt)
+        notice = part.last("reclaim_noticed")
         yield End(
             attempt=one.attempt,
             kind=CRASHED if one.reason == Reason.UNAVAILABLE and one.last_step is not None else one.reason,
@@ -245,11 +239,11 @@ def _ends(
             lost_s=lost_s if lost_steps else 0.0,
             recovery_s=recovery_s,
             paused_s=paused_s,
-            save_in_flight=_in_flight(notice.time if notice else one.end, saves.get(one.attempt, ())),
+            save_in_flight=_in_flight(notice.time if notice else one.end, part.saves),
         )
 
 
-def _resume_step(one: Attempt, later: Sequence[Attempt], saves: Mapping[int, Sequence[Save]]) -> int:
+def _resume_step(one: Attempt, later: Sequence[Attempt], parts: Mapping[int, _Part]) -> int:
     """The step from which one of the attempts `later` went on; before that, the newest that is on disk."""
     if one.last_step is None:
         return one.start_step or 0
@@ -258,8 +252,8 @@ def _resume_step(one: Attempt, later: Sequence[Attempt], saves: Mapping[int, Seq
             return other.start_step
     if one.reason in (None, "finished"):
         return one.last_step
-    committed = [save.step or 0 for mine in saves.values() for save in mine if save.outcome == "committed"]
-    return max((step for step in committed if step <= one.last_step), default=0)
+    saves = [save for part in parts.values() for save in part.saves if save.outcome == "committed"]
+    return max((save.step for save in saves if save.step is not None and save.step <= one.last_step), default=0)
 
 
 def _gap(chain: Sequence[Attempt]) -> tuple[float, float]:
@@ -282,14 +276,12 @@ def _in_flight(moment: float, saves: Sequence[Save]) -> str | None:
 
 
 def _changes(events: Iterable[Event], every_steps: int) -> Iterator[Event]:
-    """Every change of the interval; each attempt begins with the configured one."""
-    attempt, before, step = None, every_steps, None
+    """Every change of the interval in an attempt; each begins with the configured one."""
+    step = None
     for event in events:
-        if event.attempt != attempt:
-            attempt, before, step = event.attempt, every_steps, None
         if event.event == "save_started":
             step = event.step
         if event.event == "retuned" and event.every_steps is not None:
-            at, was = step if event.step is None else event.step, before if event.before is None else event.before
-            yield replace(event, step=at, before=was)
-            before = event.every_steps
+            at, before = step if event.step is None else event.step, event.before or every_steps
+            yield replace(event, step=at, before=before, warning=event.warning or "")
+            every_steps = event.every_steps

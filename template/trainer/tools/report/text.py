@@ -6,7 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +99,13 @@ def to_json(found: Account, config: Config, state: str, advice: Sequence[str]) -
         "attempts": [asdict(one) for one in run.attempts],
         "interruptions": {
             "count": len(run.interruptions),
-            "by_kind": {kind: asdict(total) for kind, total in totals(run.interruptions).items()},
+            "by_kind": totals(run.interruptions),
             "list": [asdict(one) | {"flushed": not one.lost_steps} for one in run.interruptions],
         },
         "mtbi": {"measured_s": mtbi.measured, "assumed_s": mtbi.assumed, "over": mtbi.over},
         "seconds": asdict(found.seconds),
         "badput": {
-            **{name: asdict(one) | {"total": one.total} for name, one in found.badputs.items()},
+            **{name: asdict(one) | {"total": one.total} for name, one in found.badput.items()},
             "target": settings.badput_target,
         },
         "saves": {
@@ -140,28 +140,17 @@ def _size(found: Account) -> int | None:
     return next((save.bytes for save in reversed(found.run.saves) if save.bytes is not None), None)
 
 
-@dataclass(frozen=True)
-class Total:
-    """The interruptions of one kind."""
-
-    count: int
-    lost_steps: int
-    lost_s: float
-    recovery_s: float | None  # median
-    flushed: int  # those that lost nothing
-
-
-def totals(interruptions: Sequence[End]) -> dict[str, Total]:
+def totals(interruptions: Sequence[End]) -> dict[str, dict[str, Any]]:
     """Totals by kind, those that never happened too."""
     found = {kind: [one for one in interruptions if one.kind == kind] for kind in KINDS}
     return {
-        kind: Total(
-            len(mine),
-            sum(one.lost_steps for one in mine),
-            sum(one.lost_s for one in mine),
-            median([one.recovery_s for one in mine if one.recovery_s is not None]),
-            sum(not one.lost_steps for one in mine),
-        )
+        kind: {
+            "count": len(mine),
+            "lost_steps": sum(one.lost_steps for one in mine),
+            "lost_s": sum(one.lost_s for one in mine),
+            "recovery_s": median([one.recovery_s for one in mine if one.recovery_s is not None]),
+            "flushed": sum(not one.lost_steps for one in mine),  # nothing was lost
+        }
         for kind, mine in found.items()
     }
 
@@ -192,9 +181,9 @@ def _interruptions(found: Account, settings: CheckpointConfig) -> list[str]:
         return ["interruptions: none so far"]
     rows = [["interruptions", "count", "lost steps", "lost time", "recovery", "nothing lost"]]
     for kind, total in totals(interruptions).items():
-        if total.count:
-            costs = str(total.lost_steps), span(total.lost_s), span(total.recovery_s)
-            rows.append([kind, str(total.count), *costs, f"{total.flushed} of {total.count}"])
+        if count := total["count"]:
+            costs = str(total["lost_steps"]), span(total["lost_s"]), span(total["recovery_s"])
+            rows.append([kind, str(count), *costs, f"{total['flushed']} of {count}"])
     lines = [*table(rows), ""]
     rows = [["attempt", "kind", "at step", "lost steps", "lost time", "recovery", "save under way"]]
     for one in interruptions[-_SHOWN:]:
@@ -209,6 +198,7 @@ def _interruptions(found: Account, settings: CheckpointConfig) -> list[str]:
 
 def _time(found: Account, settings: CheckpointConfig) -> list[str]:
     seconds, target = found.seconds, settings.badput_target
+    missed = found.badput["promised"].lost > target * 1.001
     rows = [["where the time went", "time", "share", "promised", "expected"]]
     for name, part in (
         ("productive steps", seconds.productive),
@@ -221,7 +211,7 @@ def _time(found: Account, settings: CheckpointConfig) -> list[str]:
         ("restarts", "restart", seconds.restart),
         ("badput", "total", seconds.stall + seconds.lost + seconds.restart),
     ):
-        shares = (percent(getattr(badput, key)) for badput in found.badputs.values())
+        shares = (percent(getattr(badput, key)) for badput in found.badput.values())
         rows.append([name, span(part), *shares])
     mtbi, *_ = found.assumptions
     return [
@@ -229,7 +219,7 @@ def _time(found: Account, settings: CheckpointConfig) -> list[str]:
         f"promised: at the assumed figures and {settings.every_steps} steps between saves; "
         f"expected: at the measured ones and {found.current_steps}",
         f"target: at most {percent(target)} lost work"
-        + ("; these figures and this interval cannot meet it" if found.promised.lost > target * 1.001 else ""),
+        + ("; these figures and this interval cannot meet it" if missed else ""),
         f"mean time between interruptions: assumed {span(mtbi.assumed)}, measured "
         + (f"{span(mtbi.measured)} (over {mtbi.over})" if mtbi.measured else f"not yet ({mtbi.over}; 3 are needed)"),
     ]

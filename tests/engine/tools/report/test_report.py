@@ -148,10 +148,10 @@ def test_the_seconds_add_up_to_the_time_since_the_first_start(run: Run) -> None:
 def test_badput_is_measured_in_the_terms_in_which_it_was_promised(run: Run) -> None:
     interrupted_twice(run)
     found = read(run)
-    assert found.measured.lost == pytest.approx(35 / 395)
-    assert found.measured.restart == pytest.approx(90 / 395)
-    assert found.measured.stall == pytest.approx(2 / 395)
-    assert found.measured.total == pytest.approx(127 / 395)
+    assert found.badput["measured"].lost == pytest.approx(35 / 395)
+    assert found.badput["measured"].restart == pytest.approx(90 / 395)
+    assert found.badput["measured"].stall == pytest.approx(2 / 395)
+    assert found.badput["measured"].total == pytest.approx(127 / 395)
     plan = compute_interval(14_400, 0.8, 30, 3, 300)
     same = badput(plan.save_interval_steps, 14_400, 0.8, 30, 3, 300)
     assert (same.lost, same.stall, same.restart) == (plan.badput, plan.badput_stall, plan.badput_restart)
@@ -248,7 +248,7 @@ def test_a_pause_by_a_person_is_no_badput(run: Run, refused: int) -> None:
     assert found.seconds.paused == pytest.approx(3600 + 100 * refused)
     assert found.seconds.restart == pytest.approx(15)
     assert found.run.interruptions[0].recovery_s == pytest.approx(15)
-    assert found.measured.restart == pytest.approx(15 / 35)
+    assert found.badput["measured"].restart == pytest.approx(15 / 35)
 
 
 def test_a_slow_first_step_belongs_to_the_restart(run: Run) -> None:
