@@ -22,7 +22,7 @@ ROWS = [
     {"checkpoint", "parallel", "state", "metrics", "agreement", "data"},
     {"task"},
     {"optim"},
-    {"reclaim", "storage", "ledger", "collectives", "machine"},
+    {"reclaim", "storage", "ledger", "records", "steps", "collectives", "machine"},
     {"config"},
     {"interval", "outcome", "processes", "streams", "wording"},
 ]
