@@ -35,8 +35,7 @@ sys.path.insert(0, str(TEMPLATE))
 
 from trainer.checkpoint import commit as commits  # noqa: E402
 from trainer.config.settings import Config  # noqa: E402
-from trainer.launch.spawn import StartSpec, start_ranks  # noqa: E402
-from trainer.machine.gpus import Ranks  # noqa: E402
+from trainer.launch.spawn import start_ranks  # noqa: E402
 from trainer.machine.nodes import Nodes  # noqa: E402
 from trainer.records import read_records  # noqa: E402
 
@@ -200,8 +199,8 @@ def cost(place: Path, ranks: int) -> tuple[float, float]:
     lines = read_records(run.run_dir, "metrics")
     step_s = 32 * 256 / statistics.median(line["tokens_per_s"] for line in lines[2:])
     (run.project / "agrees.py").write_text(AGREES)
-    start = StartSpec(Config(project=run.project), place, Ranks(ranks, False, ""), Nodes(1, 0, "", "", ""))
-    if any(process.wait() for process in start_ranks(start, ["-m", "agrees", str(place)])):
+    words, one = ["-m", "agrees", str(place)], Nodes(1, 0, "", "", "")
+    if any(process.wait() for process in start_ranks(words, Config(project=run.project), place, ranks, one)):
         raise SystemExit("the ranks that only agree have failed")
     return max(float(path.read_text()) for path in place.glob("took_*")), step_s
 

@@ -18,8 +18,10 @@ from trainer.checkpoint.lease import Lease
 from trainer.config.settings import Config
 from trainer.launch.exit_reason import Ended, translate
 from trainer.launch.signals import Inbox
-from trainer.launch.spawn import StartSpec, start_ranks
+from trainer.launch.spawn import start_ranks
 from trainer.ledger import Ledger, read_events, save_time_s
+from trainer.machine.gpus import Ranks
+from trainer.machine.nodes import Nodes
 from trainer.outcome import Reason, read_statuses
 from trainer.processes import STACKS, STOP_SIGNALS, alive, reap
 from trainer.reclaim import request as requests
@@ -47,15 +49,14 @@ def saved_step(run_dir: Path) -> int:
 class Node:
     """What all starts of the ranks on this node have in common. Only node 0 has a lease and a ledger."""
 
-    start: StartSpec
+    config: Config
+    runtime: Path
+    ranks: Ranks
+    nodes: Nodes
     inbox: Inbox
-    command: Callable[[StartSpec], list[str]]  # the ranks' arguments of the interpreter
+    command: Callable[[Path, int | None], list[str]]  # of a rank, from the runtime directory and the attempt
     lease: Lease | None = None
     ledger: Ledger | None = None
-
-    @property
-    def config(self) -> Config:
-        return self.start.config
 
     def record(self, event: str, **fields: Any) -> None:
         if self.ledger:
@@ -83,7 +84,7 @@ class Attempt:
     """
 
     def __init__(self, node: Node, number: int | None) -> None:
-        self.node, self.config, self.runtime, self.number = node, node.config, node.start.runtime, number
+        self.node, self.config, self.runtime, self.number = node, node.config, node.runtime, number
         self.stop: Request | None = None  # the request to stop that was passed on, with its nearest deadline
         self.stop_action = Action.NOTHING  # what the ranks were told
         self.kill_at, self.kill_why = float("inf"), ""  # time.monotonic()
@@ -93,8 +94,8 @@ class Attempt:
         for leftover in self.runtime.iterdir():
             leftover.unlink()
         self.started = self.overdue = self.reported = time.monotonic()  # the steps that were said to be slow
-        start = replace(node.start, attempt=number)
-        self.processes = start_ranks(start, node.command(start))
+        words = node.command(node.runtime, number)
+        self.processes = start_ranks(words, node.config, node.runtime, node.ranks.count, node.nodes)
 
     def supervise(self) -> Ended:
         """Watch the ranks, pass requests on, enforce the deadline; return why they ended."""
@@ -148,7 +149,7 @@ class Attempt:
             return
         left = float("inf") if request.deadline is None else request.deadline - time.monotonic()
         action, why = self._decide(left)
-        if self.node.start.nodes.count == 1 and requests.revoke_start(self.runtime):
+        if self.node.nodes.count == 1 and requests.revoke_start(self.runtime):
             say(f"{request.source} before a new step was made: nothing to save")
             self.stop = request
             self.node.record_notice(request, "no step was made")
@@ -171,7 +172,7 @@ class Attempt:
             say(f"the ledger does not tell how long a save takes ({type(error).__name__}: {error})")
             save_s, pending_s = None, 0.0
         usual_s = max((beat.usual_s for beat in requests.read_beats(self.runtime).values()), default=0.0)
-        steps = 2 if self.node.start.ranks.gpu else 1  # on GPUs what is agreed on is acted on one step later
+        steps = 2 if self.node.ranks.gpu else 1  # on GPUs what is agreed on is acted on one step later
         return requests.decide(requests.usable_s(left_s), steps * usual_s, save_s, pending_s)
 
     def _save_times(self) -> tuple[float | None, float]:
@@ -190,7 +191,7 @@ class Attempt:
 
     def _has_ended(self, number: int, code: int) -> None:
         """A rank is gone: its peers follow, or wait for it in a collective. Torchrun looks after its ranks itself."""
-        if self.node.start.nodes.count > 1 or self.killed:
+        if self.node.nodes.count > 1 or self.killed:
             return
         if code:
             self.failures[number] = code
@@ -243,13 +244,13 @@ class Attempt:
     def _ended(self) -> Ended:
         if self.node.lease and self.node.lease.lost:
             return Ended(Reason.UNAVAILABLE, self.node.last_step(), TAKEN_OVER)
-        start, statuses = self.node.start, read_statuses(self.runtime)
+        statuses = read_statuses(self.runtime)
         report: dict[str, Any] = {"failures": self.failures}
-        if start.nodes.count > 1:
+        if self.node.nodes.count > 1:
             report = {}
             with contextlib.suppress(OSError, ValueError):
                 report = json.loads((self.runtime / requests.STARTER_REPORT).read_text())
-        ended = translate(statuses, report, self.processes[0].returncode, start.ranks.count, self.stop)
+        ended = translate(statuses, report, self.processes[0].returncode, self.node.ranks.count, self.stop)
         if ended.reason is Reason.CRASHED and self.killed and not self.crash_seen:
             ended = replace(ended, message=self.kill_why, outside=False)
         if ended.step == 0:  # no rank wrote one

@@ -59,7 +59,7 @@ def translate(
         return Ended(Reason.CRASHED, step, f"rank {rank} {_ending(code)}", outside=code == -signal.SIGKILL)
     if "error" in report:
         return Ended(Reason.UNAVAILABLE, step, f"the ranks could not be brought together: {report['error']}")
-    what = f"the process that starts the ranks {_ending(returncode)}"
+    what = f"a process of the ranks {_ending(returncode)}"
     return Ended(Reason.CRASHED, step, what, outside=returncode == -signal.SIGKILL)
 
 

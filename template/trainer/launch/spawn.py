@@ -17,65 +17,60 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.config.settings import Config
-from trainer.machine.gpus import Ranks, usable_cores
+from trainer.machine.gpus import usable_cores
 from trainer.machine.nodes import Nodes
 from trainer.processes import FORWARDED, die_with_parent
 from trainer.reclaim.request import STARTER_PID, STARTER_REPORT
 
 
-@dataclass(frozen=True)
-class StartSpec:
-    """What the ranks of this node are started with; `attempt` is None on nodes other than the first."""
-
-    config: Config
-    runtime: Path
-    ranks: Ranks
-    nodes: Nodes
-    overrides: Sequence[str] = ()
-    accepted: Sequence[str] = ()
-    attempt: int | None = None
-
-
-def rank_command(start: StartSpec) -> list[str]:
-    """The command line of a rank, without the interpreter."""
+def rank_command(overrides: Sequence[str], accepted: Sequence[str], runtime: Path, attempt: int | None) -> list[str]:
+    """What the interpreter of a rank is started with; `attempt` is None on nodes other than the first."""
     return [
-        "-m", "trainer", "train", *start.overrides,
-        *(["--accept", ",".join(start.accepted)] if start.accepted else []),
-        "--runtime", str(start.runtime),
-        *(["--attempt", str(start.attempt)] if start.attempt is not None else []),
+        "-m", "trainer", "train", *overrides,
+        *(["--accept", ",".join(accepted)] if accepted else []),
+        "--runtime", str(runtime),
+        *(["--attempt", str(attempt)] if attempt is not None else []),
     ]  # fmt: skip
 
 
-def start_ranks(start: StartSpec, words: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-    """Start the ranks of this node as `python WORDS`. Returns their processes by rank; with several nodes torchrun."""
-    if start.nodes.count > 1:
-        return [_popen(start, torchrun_arguments(start, words), {})]
-    (start.runtime / STARTER_PID).write_text(str(os.getpid()))
-    ranks = start.ranks.count
+def start_ranks(
+    words: Sequence[str], config: Config, runtime: Path, ranks: int, nodes: Nodes
+) -> list[subprocess.Popen[bytes]]:
+    """Start this node's ranks as `python WORDS`. Returns their processes by rank; with several nodes torchrun's."""
+
+    def start(words: Sequence[str], **more: object) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, *words],
+            cwd=config.project,
+            env=environment(ranks) | {name: str(value) for name, value in more.items()},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a signal to our process group is ours to pass on
+        )
+
+    if nodes.count > 1:
+        return [start(torchrun_arguments(words, config, runtime, ranks, nodes))]
+    (runtime / STARTER_PID).write_text(str(os.getpid()))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    alike: dict[str, Any] = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
-    alike |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        alike = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1], "GROUP_RANK": 0}
+    alike |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     alike |= {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}  # the host's name need not resolve
-    return [_popen(start, ["-u", *words], alike | {"RANK": rank, "LOCAL_RANK": rank}) for rank in range(ranks)]
+    return [start(["-u", *words], RANK=rank, LOCAL_RANK=rank, **alike) for rank in range(ranks)]
 
 
-def torchrun_arguments(start: StartSpec, words: Sequence[str]) -> list[str]:
+def torchrun_arguments(words: Sequence[str], config: Config, runtime: Path, ranks: int, nodes: Nodes) -> list[str]:
     """Of the interpreter: the torchrun of this node among others, which restarts nothing itself."""
-    nodes = start.nodes
-    patience_s = int(max(30, start.config.reclaim.grace_s)) + 15  # above the largest grace
+    patience_s = int(max(30, config.reclaim.grace_s)) + 15  # above the largest grace
     return [
-        "-m", "trainer.launch.spawn", str(os.getpid()), str(start.runtime), str(patience_s),
-        f"--nnodes={nodes.count}", f"--rdzv-id={start.config.run_name}{nodes.job and '.' + nodes.job}",
+        "-m", "trainer.launch.spawn", str(os.getpid()), str(runtime), str(patience_s),
+        f"--nnodes={nodes.count}", f"--rdzv-id={config.run_name}{nodes.job and '.' + nodes.job}",
         "--rdzv-backend=c10d", f"--rdzv-endpoint={nodes.endpoint}",
         f"--rdzv-conf=is_host={int(nodes.is_first)},read_timeout=300",
-        f"--nproc-per-node={start.ranks.count}", "--max-restarts=0", *words,
+        f"--nproc-per-node={ranks}", "--max-restarts=0", *words,
     ]  # fmt: skip
 
 
@@ -88,16 +83,6 @@ def environment(ranks: int) -> dict[str, str]:
         "LOGLEVEL": "ERROR",  # torchrun's; its reports of failed ranks are made into one by the launcher
     }
     return ours | os.environ
-
-
-def _popen(start: StartSpec, arguments: Sequence[str], more: dict[str, Any]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=start.config.project,
-        env=environment(start.ranks.count) | {name: str(value) for name, value in more.items()},
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # a signal to our process group is ours to pass on
-    )
 
 
 def main() -> int:

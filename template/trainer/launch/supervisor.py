@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from trainer.checkpoint import commit
@@ -22,7 +23,7 @@ from trainer.data.plan import BatchPlan
 from trainer.launch.attempt import Attempt, Node, saved_step, say
 from trainer.launch.exit_reason import Ended
 from trainer.launch.signals import Inbox, Stopped
-from trainer.launch.spawn import StartSpec, rank_command
+from trainer.launch.spawn import rank_command
 from trainer.ledger import Ledger, read_events, save_time_s
 from trainer.machine.gpus import Ranks, count_gpus, decide_ranks, usable_cores
 from trainer.machine.nodes import Nodes, find_nodes
@@ -40,7 +41,7 @@ def launch(
     *,
     gpus: int | None = None,
     accepted: Sequence[str] = (),
-    command: Callable[[StartSpec], list[str]] = rank_command,
+    command: Callable[..., list[str]] = rank_command,
     project: Path = PROJECT,
 ) -> int:
     """Run this node until training is finished, reclaimed, or beyond repair.
@@ -57,7 +58,7 @@ def launch(
         try:
             config = load_config(overrides, project)
             again, inbox.grace_s = config.restart.exit_reclaimed, config.reclaim.grace_s
-            reason = _run(config, inbox, gpus, overrides, accepted, command)
+            reason = _run(config, inbox, gpus, partial(command, overrides, accepted))
         except Stopped as stopped:
             say(f"{stopped} before a new step was made: nothing to save, exit {again}")
             reason = Reason.RECLAIMED
@@ -70,14 +71,7 @@ def launch(
         return exit_code(reason, again)
 
 
-def _run(
-    config: Config,
-    inbox: Inbox,
-    gpus: int | None,
-    overrides: Sequence[str],
-    accepted: Sequence[str],
-    command: Callable[[StartSpec], list[str]],
-) -> Reason:
+def _run(config: Config, inbox: Inbox, gpus: int | None, command: Callable[..., list[str]]) -> Reason:
     """Look at the volume and the machine, take the run's lease, and supervise the ranks."""
     for line in volume.prepare(config):
         say(line)
@@ -102,7 +96,7 @@ def _run(
             ledger = Ledger(config.run_dir, 0)
             stack.callback(ledger.close)
         adopt_orphans()
-        node = Node(StartSpec(config, runtime, ranks, nodes, overrides, accepted), inbox, command, lease, ledger)
+        node = Node(config, runtime, ranks, nodes, inbox, command, lease, ledger)
         _watch_notices(node, stack)
         return Supervisor(node).run()
 
@@ -177,11 +171,9 @@ class Supervisor:
             step = saved_step(self.config.run_dir)
             if ended.reason is Reason.CRASHED and step >= self.config.train.steps:
                 ended = Ended(Reason.FINISHED, step)  # and then one fell over on the way out
-            self._record_end(ended)
+            self._tell_end(ended, step)
             if ended.reason is not Reason.CRASHED:
-                self._say_end(ended, step)
                 return ended.reason
-            say(f"crashed: {ended.message}")
             if why := budget.spend(ended, step):
                 self._wait_for_daemons()
                 step = saved_step(self.config.run_dir)
@@ -201,13 +193,14 @@ class Supervisor:
         say(f"starting the ranks{'' if number is None else f', attempt {number}'}; the first step takes longest")
         return Attempt(self.node, number).supervise()
 
-    def _record_end(self, ended: Ended) -> None:
+    def _tell_end(self, ended: Ended, saved: int) -> None:
+        """To the ledger and the log; `saved` is the step of the newest checkpoint."""
         if self.node.ledger:
             self.node.ledger.record_end(ended.reason, ended.step, ended.message)
-
-    def _say_end(self, ended: Ended, saved: int) -> None:
         if ended.reason is Reason.FINISHED:
             say(f"finished: step {ended.step} of {self.config.train.steps}")
+        elif ended.reason is Reason.CRASHED:
+            say(f"crashed: {ended.message}")
         elif ended.reason in (Reason.CONFIG, Reason.UNAVAILABLE):
             say(ended.reason.line(ended.message))
         else:

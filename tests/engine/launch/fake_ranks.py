@@ -15,6 +15,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "template"))
@@ -24,7 +25,6 @@ from trainer.checkpoint.lease import commit_lock
 from trainer.config.fingerprint import fingerprint
 from trainer.config.load import load_config
 from trainer.config.settings import Config
-from trainer.launch.spawn import StartSpec
 from trainer.launch.supervisor import launch
 from trainer.ledger import Ledger
 from trainer.outcome import ConfigError, Reason, Status
@@ -35,9 +35,9 @@ from trainer.records import Records
 FAKE = json.loads(os.environ.get("FAKE_RANKS", "{}"))
 
 
-def command(start: StartSpec) -> list[str]:
+def command(overrides: Sequence[str], accepted: Sequence[str], runtime: Path, attempt: int | None) -> list[str]:
     """In place of `trainer.launch.spawn.rank_command`."""
-    return [__file__, str(start.runtime), str(start.attempt or 0), *start.overrides]
+    return [__file__, str(runtime), str(attempt or 0), *overrides]
 
 
 def save(run_dir: Path, step: int, attempt: int, config: Config, ledger: Ledger) -> None:

@@ -15,7 +15,7 @@ from trainer.launch import attempt
 from trainer.launch.attempt import Attempt, Node
 from trainer.launch.exit_reason import Ended
 from trainer.launch.signals import Inbox
-from trainer.launch.spawn import StartSpec, environment, rank_command, torchrun_arguments
+from trainer.launch.spawn import environment, rank_command, torchrun_arguments
 from trainer.machine.gpus import Ranks
 from trainer.machine.nodes import Nodes
 from trainer.outcome import Reason
@@ -31,8 +31,9 @@ def begin(tmp_path: Path) -> Begin:
 
     def run(code: str, ranks: int = 2) -> Attempt:
         config = Config(project=tmp_path, reclaim=ReclaimConfig(grace_s=20))
-        start = StartSpec(config, tmp_path / "runtime", Ranks(ranks, False, ""), ONE)
-        return Attempt(Node(start, Inbox(), lambda start: ["-c", code]), 1)
+        words = ["-c", code]
+        node = Node(config, tmp_path / "runtime", Ranks(ranks, False, ""), ONE, Inbox(), lambda runtime, attempt: words)
+        return Attempt(node, 1)
 
     return run
 
@@ -105,8 +106,7 @@ def test_one_reason_to_kill_is_said_once_and_the_soonest_wins(begin: Begin, capf
 def _words(tmp_path: Path, accepted: Sequence[str] = ()) -> list[str]:
     nodes = Nodes(2, 1, "10.0.0.1:29400", "42.0", "Slurm")
     config = Config(project=tmp_path, run=RunConfig(name="run"), reclaim=ReclaimConfig(grace_s=60))
-    start = StartSpec(config, tmp_path, Ranks(4, False, ""), nodes, ["a.b=c"], accepted)
-    return torchrun_arguments(start, rank_command(start))
+    return torchrun_arguments(rank_command(["a.b=c"], accepted, tmp_path, None), config, tmp_path, 4, nodes)
 
 
 def test_torchrun_neither_restarts_nor_shares_its_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
