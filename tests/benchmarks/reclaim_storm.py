@@ -197,7 +197,7 @@ def cost(place: Path, ranks: int) -> tuple[float, float]:
     demo = [sys.executable, "-m", "trainer", "launch", "--gpus", str(ranks), "train.steps=12", "run.name=storm"]
     subprocess.run(demo, cwd=run.project, check=True, stdout=subprocess.DEVNULL)
     lines = read_records(run.run_dir, "metrics")
-    step_s = 32 * 256 / statistics.median(line["tokens_per_s"] for line in lines[2:])
+    step_s = statistics.median(line["seconds"] for line in lines[2:])
     (run.project / "agrees.py").write_text(AGREES)
     words, one = ["-m", "agrees", str(place)], Nodes(1, 0, "", "", "")
     if any(process.wait() for process in start_ranks(words, Config(project=run.project), place, ranks, one)):
