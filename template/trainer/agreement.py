@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,34 +37,22 @@ class Decision:
 
 @dataclass
 class StepTotals:
-    """What the ranks have summed up for one step; rank 0 records it."""
+    """What the ranks have summed up for one step: numbers for the record, and what was asked for."""
 
     step: int
-    moment: float  # time.perf_counter() of this rank when it had enqueued the step, less what is excluded
+    moment: float = 0.0  # time.perf_counter() of this rank when it had enqueued the step, less what is excluded
     loss: float = 0.0  # sum over the global batch, as the others
     weight: float = 0.0
     metrics: Sequence[float] = ()
     batch_hash: str = ""  # of the samples that the ranks ran
     grad_norm: float = 0.0  # of the mean gradient, before clipping
-
-
-@dataclass(frozen=True)
-class _Agreed:
-    """The strongest request of any rank, and whether rank 0's interval says to save."""
-
-    action: Action = Action.NOTHING
+    action: Action = Action.NOTHING  # the strongest request of any rank
     save_due: bool = False
     save_done: bool = False
     save_failed: bool = False
 
 
-@dataclass
-class _Pending:
-    """A step whose sums are on their way to the host."""
-
-    totals: StepTotals
-    sums: Callable[[], list[float]]
-    grad_norm: Callable[[], list[float]] = field(default=lambda: [0.0])
+_Numbers = Callable[[], Any]  # waits for a vector that is on its way to the host; its numbers
 
 
 class Agreement:
@@ -80,9 +68,10 @@ class Agreement:
         self.lag = 0 if world.device.type == "cpu" else 1
         self._side = torch.cuda.Stream() if world.device.type == "cuda" else None
         self._excluded_s = 0.0
-        self._pending: deque[_Pending] = deque()
-        self._read_steps: list[_Pending] = []
-        self._agreed: dict[int, _Agreed] = {}
+        self._pending: deque[tuple[StepTotals, _Numbers]] = deque()
+        self._to_act_on: dict[int, StepTotals] = {}
+        self._norms: dict[int, _Numbers] = {}
+        self._unrecorded: list[StepTotals] = []
         self._early = Action.NOTHING  # a request to save that came before the first step
 
     def begin(self, first: int, *, action: Action, save_due: bool) -> bool:
@@ -95,20 +84,13 @@ class Agreement:
         dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.world.control)
         stop, due = map(bool, asked.tolist())
         self._early = min(action, Action.SAVE)
-        self._agreed[first - 1] = _Agreed(save_due=due)
+        self._to_act_on[first - 1] = StepTotals(first - 1, save_due=due)
         return stop
 
     def decide(
-        self,
-        step: int,
-        sums: Tensor,
-        checksum: tuple[int, int],
-        *,
-        action: Action,
-        save_due: bool,
-        save_done: bool,
+        self, step: int, sums: Tensor, checksum: tuple[int, int], *, action: Action, save_due: bool, save_done: bool,
         save_failed: bool,
-    ) -> tuple[Decision, Tensor]:
+    ) -> tuple[Decision, Tensor]:  # fmt: skip
         """Sum the numbers of `step` over the ranks, between its last backward and its update.
 
         Args:
@@ -119,23 +101,21 @@ class Agreement:
         Returns:
             What to do after this step, and `sums` over all ranks, on the device.
         """
+        self._newest = step
         action, self._early = max(action, self._early), Action.NOTHING
-        flags = [action >= Action.SAVE, action >= Action.STOP, action >= Action.STOP_UNSAVED]
-        flags += [self.world.is_main and save_due, save_done, save_failed]
-        host = torch.tensor([*map(float, checksum), *map(float, flags)], dtype=torch.float64)
-        vector = torch.cat((sums, host.to(sums.device, non_blocking=True)))
+        asked = [action >= level for level in (Action.SAVE, Action.STOP, Action.STOP_UNSAVED)]
+        flags = [*checksum, *asked, self.world.is_main and save_due, save_done, save_failed]
+        vector = torch.cat((sums, torch.tensor(flags, dtype=torch.float64).to(sums.device, non_blocking=True)))
         dist.all_reduce(vector, group=self.world.control if self.lag == 0 else None)
-        totals = StepTotals(step, time.perf_counter() - self._excluded_s)
-        self._pending.append(_Pending(totals, self._to_host(vector)))
+        self._pending.append((StepTotals(step, time.perf_counter() - self._excluded_s), self._to_host(vector)))
         while len(self._pending) > self.lag:
             self._read()
-        self._agreed.pop(step - self.lag - 1, None)
-        agreed = self._agreed.get(step - self.lag, _Agreed())
-        stop = agreed.action >= Action.STOP or step == self.last
+        self._to_act_on.pop(step - self.lag - 1, None)
+        agreed = self._to_act_on.get(step - self.lag) or StepTotals(step)
         decision = Decision(
             evaluate=self.evaluate_every > 0 and step % self.evaluate_every == 0 and agreed.action < Action.STOP,
             save=agreed.save_due or agreed.action in (Action.SAVE, Action.STOP) or step == self.last,
-            stop=stop,
+            stop=agreed.action >= Action.STOP or step == self.last,
             save_done=agreed.save_done,
             save_failed=agreed.save_failed,
         )
@@ -151,16 +131,15 @@ class Agreement:
             Every step that the host knows all of by now, each once; the newest is among them where `decision` has
             something done after it.
         """
-        self._newest().grad_norm = self._to_host(grad_norm.detach().double().reshape(1))
+        self._norms[self._newest] = self._to_host(grad_norm)
         if decision.evaluate or decision.save or decision.stop:
-            # Of what is read early nothing is acted on that a save may change: whether one is done is asked again.
             while self._pending:
-                step = self._read()
-                self._agreed[step] = replace(self._agreed[step], save_done=False, save_failed=False)
-        done, self._read_steps = self._read_steps, []
-        for one in done:
-            one.totals.grad_norm = one.grad_norm()[0]
-        return [one.totals for one in done]
+                newest = self._read()
+                newest.save_done = newest.save_failed = False  # a save may change that: it is asked for again
+        ready, self._unrecorded = self._unrecorded, []
+        for one in ready:
+            one.grad_norm = self._norms.pop(one.step)()
+        return ready
 
     @contextmanager
     def excluded_from_step_time(self) -> Iterator[None]:
@@ -171,11 +150,8 @@ class Agreement:
         finally:
             self._excluded_s += time.perf_counter() - begin
 
-    def _newest(self) -> _Pending:
-        return self._pending[-1] if self._pending else self._read_steps[-1]
-
-    def _to_host(self, vector: Tensor) -> Callable[[], Any]:
-        """What gives the numbers of `vector`; on a GPU it waits for the copy and not for what is enqueued since."""
+    def _to_host(self, vector: Tensor) -> _Numbers:
+        """Start copying to the host; on a GPU that waits for the vector and not for what is enqueued after it."""
         if self._side is None:
             return vector.tolist
         self._side.wait_stream(torch.cuda.current_stream())
@@ -191,15 +167,16 @@ class Agreement:
 
         return numbers
 
-    def _read(self) -> int:
-        """Take up the oldest pending step. Returns its number."""
-        pending = self._pending.popleft()
-        *sums, high, low, save, stop, unsaved, due, done, failed = pending.sums()
-        totals = pending.totals
+    def _read(self) -> StepTotals:
+        """Take up the oldest pending step."""
+        totals, numbers = self._pending.popleft()
+        *sums, high, low, save, stop, unsaved, due, done, failed = numbers()
         totals.loss, totals.weight, *totals.metrics = sums
         totals.batch_hash = batch_hash(high, low)
         actions = ((unsaved, Action.STOP_UNSAVED), (stop, Action.STOP), (save, Action.SAVE))
-        action = next((action for asked, action in actions if asked), Action.NOTHING)
-        self._agreed[totals.step] = _Agreed(action, due > 0, round(done) == self.world.size, failed > 0)
-        self._read_steps.append(pending)
-        return totals.step
+        totals.action = next((action for asked, action in actions if asked), Action.NOTHING)
+        totals.save_due, totals.save_failed = due > 0, failed > 0
+        totals.save_done = round(done) == self.world.size
+        self._to_act_on[totals.step] = totals
+        self._unrecorded.append(totals)
+        return totals

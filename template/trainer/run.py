@@ -76,14 +76,9 @@ class Run:
     """
 
     def __init__(
-        self,
-        config: Config,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        dataset_length: int,
+        self, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, *, dataset_length: int,
         start: Start | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._set_up(config, _OwnLoop(config, model, optimizer, dataset_length), start)
 
     @classmethod
@@ -253,14 +248,11 @@ class Run:
         """
         assert self._sums is not None, "update() before any backward()"
         step = self.step + 1
+        save_due = self.world.is_main and self._checkpoints.due(step + self._agreement.lag)
         self._decision, totals = self._agreement.decide(
-            step,
-            self._sums,
-            self._checksum,
-            action=self._reclaim.requested(),
-            save_due=self.world.is_main and self._checkpoints.due(step + self._agreement.lag),
+            step, self._sums, self._checksum, action=self._reclaim.requested(), save_due=save_due,
             **self._checkpoints.status(),
-        )
+        )  # fmt: skip
         with self.excluded_from_step_time():
             self._checkpoints.before_optimizer_step()
         norm = average_gradients(self.model, totals[1], self.config.optim.gradient_clip, self.mesh)
