@@ -54,7 +54,8 @@ class Run:
 
     def __init__(self, directory: Path, name: str, ranks: int, every_steps: int) -> None:
         self.project = directory / name
-        shutil.copytree(TEMPLATE / "trainer", self.project / "trainer")
+        for package in ("trainer", "tasks"):
+            shutil.copytree(TEMPLATE / package, self.project / package)
         self.checkpoints = self.project / "checkpoints"
         self.run_dir = self.checkpoints / "storm"
         self.command = [sys.executable, "-m", "trainer", "launch", "--gpus", str(ranks), *SETTINGS]

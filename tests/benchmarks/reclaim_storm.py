@@ -59,15 +59,15 @@ from trainer.reclaim.rank import Reclaim
 from trainer.reclaim.request import Action
 folder = pathlib.Path(sys.argv[1])
 with Reclaim(folder, 30) as reclaim, parallel.join() as world:
-    agreement, number = Agreement(world), torch.zeros((), device=world.device)
-    agreement.begin(1, want=Action.NOTHING, save_due=False)
+    agreement, sums = Agreement(world, 2000), torch.zeros(2, dtype=torch.float64, device=world.device)
+    agreement.begin(1, action=Action.NOTHING, save_due=False)
     took = []
     for step in range(1, 1001):
         begin = time.perf_counter()
-        agreement.exchange(
-            step, number, number, (0, 0), want=reclaim.requested(), save_due=False, save_done=False, save_failed=False
+        decision, _ = agreement.decide(
+            step, sums, (0, 0), action=reclaim.requested(), save_due=False, save_done=False, save_failed=False
         )
-        agreement.to_record()
+        agreement.complete(sums[0], decision)
         took.append(time.perf_counter() - begin)
     (folder / f"took_{world.rank}").write_text(str(sorted(took)[len(took) // 2]))
 """

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.config.settings import OptimConfig
-from trainer.optim import AveragedWeights, build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from trainer import parallel
+from trainer.config.settings import Config, OptimConfig
+from trainer.optim import (
+    AveragedWeights,
+    average_gradients,
+    build_optimizer,
+    learning_rate,
+    set_learning_rate,
+)
 
 
 def test_the_learning_rate_warms_up_and_falls_to_its_share_at_the_last_step() -> None:
@@ -46,13 +56,31 @@ def test_vectors_do_not_decay() -> None:
     }  # fmt: skip
 
 
-def test_no_clipping_leaves_the_gradient_and_returns_its_norm() -> None:
-    model = nn.Linear(2, 1, bias=False)
-    model.weight.grad = torch.tensor([[30.0, 40.0]])
-    assert clip_gradients(model, 0.0) == 50
-    assert model.weight.grad.tolist() == [[30, 40]]
-    assert clip_gradients(model, 1.0) == 50
-    assert model.weight.grad.norm().item() == pytest.approx(1)
+def averaged(cases: Sequence[tuple[float, float]]) -> list[tuple[list[Tensor | None], Tensor]]:
+    """Gradients and norm for each (weight, largest), of sums over two ranks whose norm is 50."""
+    found = []
+    with parallel.join() as world:
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1))
+        mesh = parallel.distribute(model, Config(), world)
+        parameter = model[0].weight
+        assert isinstance(parameter, DTensor)
+        for weight, largest in cases:
+            parameter.grad = distribute_tensor(torch.tensor([[30.0, 0], [0, 40]]), mesh, parameter.placements)
+            norm = average_gradients(model, torch.tensor(weight, dtype=torch.float64), largest, mesh)
+            found.append(([p.grad.full_tensor() if p.grad is not None else None for p in model.parameters()], norm))
+    return found
+
+
+def test_gradients_are_divided_by_the_weight_and_then_clipped(ranks: Callable[..., list[Any]]) -> None:
+    expected = {  # (weight, largest): norm of the mean, and what is left of the sum
+        (1.0, 0.0): (50, 1), (4.0, 0.0): (12.5, 0.25), (0.0, 0.0): (50, 1),
+        (1.0, 1.0): (50, 0.02), (4.0, 1.0): (12.5, 0.02), (4.0, 20.0): (12.5, 0.25),
+    }  # fmt: skip
+    for found in ranks(2, averaged, list(expected)):
+        for ((first, *others), norm), (of_mean, share) in zip(found, expected.values(), strict=True):
+            assert norm == of_mean and norm.dtype is torch.float32
+            torch.testing.assert_close(first, share * torch.tensor([[30.0, 0], [0, 40]]))
+            assert others == [None, None]  # no gradient
 
 
 def test_averaged_weights_follow_slowly() -> None:

@@ -19,14 +19,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tasks.language_model.model import Transformer
+from tasks.language_model.settings import ModelConfig
 from trainer import parallel
 from trainer.checkpoint.dcp.reader import differences
-from trainer.config.settings import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from trainer.config.settings import Config, OptimConfig, ParallelConfig, TrainConfig
 from trainer.data.plan import BatchPlan
-from trainer.optim import AveragedWeights, build_optimizer, clip_gradients, set_learning_rate
+from trainer.optim import AveragedWeights, average_gradients, build_optimizer, set_learning_rate
 from trainer.outcome import ConfigError
 from trainer.state import TrainState, seed_all
 
@@ -74,47 +76,46 @@ class Setting:
     ema: bool = True
 
 
-def _build(setting: Setting, world: parallel.World) -> tuple[TrainState, nn.Module]:
+def _build(setting: Setting, world: parallel.World) -> tuple[TrainState, DeviceMesh]:
     config = Config(
         parallel=ParallelConfig(strategy=setting.strategy),
         train=TrainConfig(compile=setting.compile, activation_checkpointing=setting.activation_checkpointing),
     )
     seed_all(1)
     size = ModelConfig(layers=2, width=16, heads=2, vocabulary=11, dropout=0.2)
-    made = Transformer(size, 5, setting.activation_checkpointing) if setting.transformer else EveryKind()
-    model = parallel.distribute(made, config, world)
+    model = Transformer(size, 5, setting.activation_checkpointing) if setting.transformer else EveryKind()
+    mesh = parallel.distribute(model, config, world)
     seed_all(100 + world.rank)
-    plain = parallel.unwrap(model)
-    optimizer = build_optimizer(plain, OptimConfig(fused=setting.optimizer == "fused"))
+    optimizer = build_optimizer(model, OptimConfig(fused=setting.optimizer == "fused"))
     if setting.optimizer in ("foreach", "tensor lr"):
         options = {"foreach": True} if setting.optimizer == "foreach" else {"lr": torch.tensor(0.1)}
         groups = [
             {"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups
         ]
         optimizer = torch.optim.AdamW(groups, **options)
-    averages = AveragedWeights(plain, 0.5) if setting.ema else None
-    return TrainState(plain, optimizer, averages, rank=world.rank, seed=1, fingerprint={}), model
+    averages = AveragedWeights(model, 0.5) if setting.ema else None
+    return TrainState(model, optimizer, averages, rank=world.rank, seed=1, fingerprint={}), mesh
 
 
-def _train(state: TrainState, model: nn.Module, world: parallel.World, steps: int) -> list[float]:
+def _train(state: TrainState, mesh: DeviceMesh, world: parallel.World, steps: int) -> list[float]:
     """Some steps on batches that are a function of the step; the second block is frozen after step 3."""
     losses = []
     for step in range(state.step + 1, state.step + steps + 1):
         if step > 3 and isinstance(state.model, EveryKind):
             state.model.blocks[1].requires_grad_(False)
         tokens = torch.randint(11, (BATCH, 6), generator=torch.Generator().manual_seed(step))
-        total = torch.zeros(())
+        total = torch.zeros((), dtype=torch.float64)
         mine = BatchPlan(BATCH, 2, world.size).of_rank(world.rank)
         for number, micro in enumerate(mine, start=1):
             chosen = tokens[list(micro.positions)]
-            with parallel.accumulating(model, last=number == len(mine)), torch.random.fork_rng():
+            with parallel.accumulating(state.model, last=number == len(mine)), torch.random.fork_rng():
                 torch.manual_seed(1000 * step + micro.index)
-                logits = model(chosen[:, :-1])
-                each = F.cross_entropy(logits.flatten(0, 1), chosen[:, 1:].flatten(), reduction="none").view(2, -1)
-                share = torch.where(torch.arange(2)[:, None] < micro.real, each, 0.0).sum() / (5 * BATCH)
-                (share * world.size).backward()
-            total += share.detach()
-        clip_gradients(state.model, 1.0)
+                logits = state.model(chosen[:, :-1])
+                loss = F.cross_entropy(logits.flatten(0, 1), chosen[:, 1:].flatten(), reduction="sum")
+                loss = torch.where(torch.tensor(micro.is_padding), 0.0, loss)
+                loss.backward()
+            total += loss.detach()
+        average_gradients(state.model, torch.tensor(5.0 * BATCH), 1.0, mesh)
         set_learning_rate(state.optimizer, 0.05 / step)
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
@@ -122,7 +123,7 @@ def _train(state: TrainState, model: nn.Module, world: parallel.World, steps: in
             state.averages.update()
         state.step, state.samples = step, step * BATCH
         dist.all_reduce(total)
-        losses.append(total.item())
+        losses.append(total.item() / (5 * BATCH))
     return losses
 
 
@@ -148,18 +149,18 @@ def _snapshot(state: TrainState) -> dict[str, Tensor]:
 def session(setting: Setting, source: Path | None, target: Path | None, steps: int) -> SimpleNamespace:
     """On every rank: load `source`, train, save into `target`."""
     with parallel.join() as world:
-        state, model = _build(setting, world)
+        state, mesh = _build(setting, world)
         if source is not None:
             _load(state, source)
         loaded = _snapshot(state)
         draws = (torch.rand(2).tolist(), np.random.rand(2).tolist(), [random.random(), random.gauss(0, 1)])
-        losses = _train(state, model, world, steps)
+        losses = _train(state, mesh, world, steps)
         trained = _snapshot(state)
         if target is not None:
             save(state.state_dict(), checkpoint_id=target)
         after = (torch.rand(2).tolist(), np.random.rand(2).tolist(), [random.random(), random.gauss(0, 1)])
-        plain = state.model
-        tied = not isinstance(plain, EveryKind) or plain.head.weight is plain.embedding.weight
+        model = state.model
+        tied = not isinstance(model, EveryKind) or model.head.weight is model.embedding.weight
         return SimpleNamespace(loaded=loaded, trained=trained, losses=losses, tied=tied, draws=draws, after=after)
 
 
@@ -185,10 +186,11 @@ def test_every_kind_of_state_survives_other_ranks_and_strategies(ranks: Ranks, t
             _assert_equal(found[0].trained, one.trained)
         if before is not None:
             _assert_equal(before, found[0].loaded)
-        assert found[0].losses == pytest.approx(whole.losses[2 * number - 2 : 2 * number], rel=1e-6)
+        assert found[0].losses == whole.losses[2 * number - 2 : 2 * number]
         at, before = tmp_path / str(number), found[0].trained
     assert before is not None
-    _assert_close(before, whole.trained)
+    forwards = {"model.forwards"}  # a count of forward passes, which depends on the world size
+    _assert_equal(*({name: of[name] for name in of.keys() - forwards} for of in (before, whole.trained)))
     names = set(before)
     assert "optim.blocks.1.0.weight.exp_avg" in names  # frozen later: its state stays
     assert not [name for name in names if name.startswith(("optim.unused", "optim.frozen"))]
@@ -232,8 +234,8 @@ def test_random_streams_stay_with_their_ranks_and_new_ranks_get_new_ones(ranks: 
 def refusals(directory: Path) -> list[str]:
     messages = []
     with parallel.join() as world:
-        state, model = _build(Setting("ddp"), world)
-        _train(state, model, world, 1)
+        state, mesh = _build(Setting("ddp"), world)
+        _train(state, mesh, world, 1)
         save(state.state_dict(), checkpoint_id=directory)
         entry = FileSystemReader(directory).read_metadata().state_dict_metadata["model.scale"]
         assert isinstance(entry, TensorStorageMetadata)

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.language_model.data import Samples, build_dataset
+from tasks.language_model.data import TokenSamples, open_samples
+from tasks.language_model.settings import DataConfig, ModelConfig
 from trainer.config.load import load_config
-from trainer.config.settings import Config, DataConfig, ModelConfig
+from trainer.config.settings import Config
 from trainer.data.loader import loader
 from trainer.data.order import SampleOrder, batch_checksum, batch_hash, permute
 from trainer.data.plan import BatchPlan
@@ -77,18 +78,18 @@ def config(tmp_path: Path) -> Config:
     return Config(model=ModelConfig(), data=data, project=tmp_path)
 
 
-def _run(samples: Samples, config: Config, world: int, consumed: int, steps: int, workers: int) -> list[list[int]]:
+def _run(samples: TokenSamples, config: Config, world: int, consumed: int, steps: int, workers: int) -> list[list[int]]:
     """For each step the windows that all ranks ran, in the order of the global batch."""
     plan = BatchPlan(BATCH, 2, world)
     batches: list[dict[int, list[int]]] = [{} for _ in range(steps)]
     hashes = np.zeros((steps, 2))
     for rank in range(world):
-        mine = loader(samples, config, plan, rank, consumed=consumed, steps=steps, seed=5, workers=workers)
+        mine = loader(samples, config.data, plan, rank, consumed=consumed, steps=steps, seed=5, workers=workers)
         for step, micro_batches in enumerate(mine):
             for batch in micro_batches:
-                hashes[step] += batch.witness
-                if batch.real:
-                    batches[step][batch.index] = batch.tokens[: batch.real, 0].tolist()
+                hashes[step] += batch.checksum
+                if not batch.is_padding:
+                    batches[step][batch.index] = batch.samples[:, 0].tolist()
     ran = [[window for index in sorted(step) for window in step[index]] for step in batches]
     for step, words in enumerate(hashes):
         numbers, _ = SampleOrder(len(samples), 5).global_batch(consumed + step * BATCH, BATCH)
@@ -98,7 +99,7 @@ def _run(samples: Samples, config: Config, world: int, consumed: int, steps: int
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores: on purpose
 def test_any_world_size_and_number_of_workers_runs_the_same_batches_across_epoch_ends(config: Config) -> None:
-    samples, _ = build_dataset(config)
+    samples = open_samples(config, validation=False)
     assert len(samples) < 5 * BATCH  # so that epochs end on the way
     whole = _run(samples, config, world=1, consumed=0, steps=16, workers=0)
     for world, workers, first, steps in [(8, 0, 0, 5), (4, 3, 5, 3), (3, 1, 8, 4), (1, 3, 12, 2), (2, 0, 14, 2)]:
@@ -106,7 +107,7 @@ def test_any_world_size_and_number_of_workers_runs_the_same_batches_across_epoch
 
 
 def test_a_loader_takes_nothing_from_the_streams_of_the_users_code(config: Config) -> None:
-    samples, _ = build_dataset(config)
+    samples = open_samples(config, validation=False)
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
@@ -117,11 +118,8 @@ def test_a_loader_takes_nothing_from_the_streams_of_the_users_code(config: Confi
 
 
 def test_training_and_validation_share_no_window(config: Config) -> None:
-    training, held_out = build_dataset(config)
-    windows = [
-        {int(part.samples(np.array([n]), np.array([0]))[0, 0]) for n in range(len(part))}
-        for part in (training, held_out)
-    ]
+    parts = [open_samples(config, validation=held_out) for held_out in (False, True)]
+    windows = [{int(part.samples(np.array([n]), np.array([0]))[0, 0]) for n in range(len(part))} for part in parts]
     assert not windows[0] & windows[1]
     assert windows[0] | windows[1] == set(range(30))
 
@@ -139,12 +137,13 @@ def test_a_file_that_holds_no_data_is_refused_in_one_line(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=expected) as caught:
-        build_dataset(load_config([f"data.path={tmp_path / name}"]))
+        open_samples(load_config([f"data.path={tmp_path / name}"]), validation=False)
     assert "\n" not in str(caught.value)
 
 
 def test_a_negative_token_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.full(2000, -1, dtype=np.int32))
-    samples, _ = build_dataset(load_config([f"data.path={tmp_path / 'tokens.npy'}", "data.sequence_length=8"]))
+    config = load_config([f"data.path={tmp_path / 'tokens.npy'}", "data.sequence_length=8"])
+    samples = open_samples(config, validation=False)
     with pytest.raises(ConfigError, match="a token is -1"):
         samples.samples(np.arange(2), np.zeros(2, dtype=np.int64))

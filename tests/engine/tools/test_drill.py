@@ -25,7 +25,7 @@ STEPS = 12
 
 @dataclass(frozen=True)
 class Project:
-    """A copy of the trainer, to be broken at will."""
+    """A copy of the engine and its task, to be broken at will."""
 
     folder: Path
 
@@ -51,13 +51,14 @@ class Project:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
-    shutil.copytree(PROJECT / "trainer", tmp_path / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("trainer", "tasks"):
+        shutil.copytree(PROJECT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "text.txt").write_text("".join(f"{n} times {n} is {n * n}. " for n in range(2000)))
     return Project(tmp_path)
 
 
 def test_a_sound_trainer_passes(project: Project) -> None:
-    done = project.drill("--save-ranks", "2", "--resume-ranks", "1")
+    done = project.drill("--save-ranks", "2", "--resume-ranks", "1", "model.dropout=0.1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout
     verdict = project.verdict()
@@ -69,7 +70,7 @@ def test_a_sound_trainer_passes(project: Project) -> None:
     recovery = verdict["recovery"]
     assert 0 < recovery["resumed_from_step"] <= recovery["killed_after_step"] < STEPS
     assert 0 < recovery["load_s"] < recovery["start_s"] < recovery["first_step_s"]
-    assert min(recovery["tokens_per_s_before"], recovery["tokens_per_s_after"]) > 0
+    assert min(recovery["units_per_s_before"], recovery["units_per_s_after"]) > 0
     assert sorted(path.name for path in (project.folder / "drill").iterdir()) == ["drill.json", "drill.png"]
     assert not (project.folder / "checkpoints").exists()  # where the real run would be
 
@@ -78,25 +79,25 @@ def test_a_sound_trainer_passes(project: Project) -> None:
 @pytest.mark.parametrize(
     ("file", "sound", "fault", "found"),
     [
-        ("data.py", "self.order, self.plan", "order = SampleOrder(order.length, order.seed + bool(consumed))\n"
-         "        self.order, self.plan", "samples of each batch"),
-        ("train.py", "learning_rate(config.optim, step, config.train.steps))\n    state.optimizer",
-         "learning_rate(config.optim, step, config.train.steps) * (1.2 if 'resumed' in vars(state) else 1))\n"
-         "    state.optimizer", "loss"),
+        ("data/loader.py", "SampleOrder(len(samples), seed)", "SampleOrder(len(samples), seed + bool(consumed))",
+         "samples of each batch"),
+        ("run.py", "set_learning_rate(optimizer, rate)",
+         "set_learning_rate(optimizer, rate * (1.2 if 'resumed' in vars(self.state) else 1))", "loss"),
         ("optim.py", "    if step <= config.warmup_steps:",
          "    import os\n\n    step += int(os.environ['WORLD_SIZE']) - 2\n    if step <= config.warmup_steps:",
          "learning rate"),
         ("state.py", "self.optimizer.state[parameter][field] = value", "value.zero_()  # ", "optimizer state"),
+        ("run.py", "self.step + 1, self._batch.index)", "self.step + 1, self.world.rank)", "loss"),
     ],
-    ids=["shuffled order", "wrong rate applied", "wrong rate", "dropped optimizer state"],
+    ids=["shuffled order", "wrong rate applied", "wrong rate", "dropped optimizer state", "dropout masks by rank"],
 )  # fmt: skip
 def test_a_planted_fault_fails(project: Project, file: str, sound: str, fault: str, found: str) -> None:
-    if "vars(state)" in fault:
+    if "'resumed'" in fault:
         project.plant(
             "state.py", "self.optimizer.state.clear()", "self.optimizer.state.clear()\n        self.resumed = 1"
         )
     project.plant(file, sound, fault)
-    done = project.drill("--save-ranks", "2", "--resume-ranks", "1")
+    done = project.drill("--save-ranks", "2", "--resume-ranks", "1", "model.dropout=0.1")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED" in done.stdout
     assert found in project.failed()
@@ -105,7 +106,7 @@ def test_a_planted_fault_fails(project: Project, file: str, sound: str, fault: s
 
 @pytest.mark.slow
 def test_a_run_that_does_not_get_to_its_end_says_why(project: Project) -> None:
-    project.plant("optim.py", "norm = nn.utils", "raise RuntimeError('no luck today')\n    norm = nn.utils")
+    project.plant("optim.py", "    norms = ", "    raise RuntimeError('no luck today')\n    norms = ")
     done = project.drill("--save-ranks", "1", "--resume-ranks", "1")
     assert done.returncode == 1
     assert "no luck today" in project.verdict()["error"]
