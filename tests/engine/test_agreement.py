@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 from trainer import parallel, run
 from trainer.agreement import Agreement, Decision
+from trainer.checkpoint.lease import Lease
 from trainer.config.load import load_config
 from trainer.outcome import ConfigError
 from trainer.reclaim.request import Action
@@ -110,9 +110,9 @@ def join_on_two_disks(folder: Path) -> str:
     config = load_config([f"checkpoint.dir={folder / os.environ['RANK']}", "run.name=run"])
     config.run_dir.mkdir(parents=True)
     run.VISIBLE_S = 1.0
-    with ExitStack() as stack, parallel.join() as world:
+    with Lease.acquire(config.run_dir) as lease, parallel.join() as world:
         try:
-            run._agree_on_attempt(run.Start(), config, world, stack)
+            run._agree_on_attempt(lease.next_epoch() if world.is_main else None, config, world)
         except ConfigError as error:
             return str(error)
     return ""
