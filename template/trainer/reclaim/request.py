@@ -14,7 +14,7 @@ The launcher of a node and its ranks speak through files in the runtime director
 | beat_<pid>         | ranks                    | launcher | steps: the last one's moment, usual time, how many |
 | status_<rank>.json | ranks (`outcome.Status`) | launcher | why the rank ended                                 |
 | starter.pid        | `launch/spawn.py`        | ranks    | the process that started them                      |
-| starter.json       | `launch/spawn.py`        | launcher | how the ranks ended, as seen from outside          |
+| starter.json       | torchrun, several nodes  | launcher | how the ranks ended, as torchrun saw it            |
 
 Deadlines are `time.monotonic()` seconds, which all processes of a machine share.
 """
