@@ -7,8 +7,9 @@ What the launcher refuses is found by the launcher's own functions, not by a sec
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -19,11 +20,10 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import click
 
@@ -41,7 +41,7 @@ from trainer.reclaim import notices
 from trainer.reclaim import request as requests
 from trainer.storage import capacity, mount, volume
 from trainer.storage.mount import Kind
-from trainer.tools.report.account import Account, read_account
+from trainer.tools.report.account import read_account
 from trainer.tools.report.advice import suggestions
 from trainer.wording import counted, span
 
@@ -53,26 +53,18 @@ _OVER_A_WRITE = 1.5  # a save against a plain write of its bytes
 _DRILL_AGE_S = 90 * 86_400.0
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One line of the checklist."""
 
     name: str
-    grade: Literal["ok", "warn", "fail"]
     text: str
     remedy: str = ""
+    grade: Literal["ok", "warn", "fail"] = "ok"
 
 
-def ok(name: str, text: str) -> Check:
-    return Check(name, "ok", text)
-
-
-def warn(name: str, text: str, remedy: str = "") -> Check:
-    return Check(name, "warn", text, remedy)
-
-
-def fail(name: str, text: str, remedy: str = "") -> Check:
-    return Check(name, "fail", text, remedy)
+ok = functools.partial(Check, grade="ok")
+warn = functools.partial(Check, grade="warn")
+fail = functools.partial(Check, grade="fail")
 
 
 def doctor(overrides: Sequence[str], as_json: bool = False, project: Path = PROJECT) -> int:
@@ -80,16 +72,16 @@ def doctor(overrides: Sequence[str], as_json: bool = False, project: Path = PROJ
     found = list(examine(overrides, project))
     counts = {grade: sum(check.grade == grade for check in found) for grade in ("ok", "warn", "fail")}
     if as_json:
-        click.echo(json.dumps({**counts, "checks": [dataclasses.asdict(check) for check in found]}, indent=2))
-        return 1 if counts["fail"] else 0
-    width = max(len(check.name) for check in found)
-    for check in found:
-        click.echo(f"{check.grade:<4}  {check.name:<{width}}  {check.text}")
-        if check.remedy:
-            click.echo(f"{'':<6}{'':<{width}}  -> {check.remedy}")
-    verdict = "not fit yet" if counts["fail"] else "fit for being interrupted"
-    grades = f"{counted(counts['warn'], 'warning')}, {counted(counts['fail'], 'failure')}"
-    click.echo(f"{verdict}: {counted(len(found), 'check')}, {grades}")
+        click.echo(json.dumps({**counts, "checks": [check._asdict() for check in found]}, indent=2))
+    else:
+        width = max(len(check.name) for check in found)
+        for check in found:
+            click.echo(f"{check.grade:<4}  {check.name:<{width}}  {check.text}")
+            if check.remedy:
+                click.echo(f"{'':<6}{'':<{width}}  -> {check.remedy}")
+        verdict = "not fit yet" if counts["fail"] else "fit for being interrupted"
+        grades = f"{counted(counts['warn'], 'warning')}, {counted(counts['fail'], 'failure')}"
+        click.echo(f"{verdict}: {counted(len(found), 'check')}, {grades}")
     return 1 if counts["fail"] else 0
 
 
@@ -101,13 +93,13 @@ def examine(overrides: Sequence[str], project: Path = PROJECT) -> Iterator[Check
         yield fail("configuration", str(error), "until then nothing else can be checked")
         return
     yield ok("configuration", f"{CONFIG_FILE} and {STARTUP_FILE} are understood; run {config.run_name!r}")
-    for check in CHECKS:
+    for name, check in CHECKS.items():
         try:
             yield from check(config)
         except ConfigError as error:
-            yield fail("configuration", str(error))
+            yield fail(name, str(error))
         except (UnavailableError, OSError) as error:
-            yield fail("access", str(error), "see that the volume is attached and readable, then try again")
+            yield fail(name, str(error), "see that the volume is attached and readable, then try again")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -116,12 +108,8 @@ def examine(overrides: Sequence[str], project: Path = PROJECT) -> Iterator[Check
 
 def check_storage(config: Config) -> Iterator[Check]:
     """Persistent, on the volume, able to rename and fsync, and roomy enough."""
-    try:
-        lines = volume.prepare(config)
-        place, found = mount.inspect(config.run_dir), volume.probe(config.run_dir)
-    except (ConfigError, UnavailableError) as error:
-        yield fail("storage", str(error))
-        return
+    lines = volume.prepare(config)
+    place, found = mount.inspect(config.run_dir), volume.probe(config.run_dir)
     lost = place.verdict == "FAIL" and config.run.provider != "local" and not config.volume.allow_ephemeral
     for line in lines:
         remedy = "put checkpoint.dir on a disk that outlives the machine, and name its mount in volume.mount"
@@ -135,7 +123,7 @@ def check_storage(config: Config) -> Iterator[Check]:
         yield ok("commit", "a directory was written, synced and renamed there")
     else:
         yield ok("commit", "directories do not rename atomically there: COMMIT.json last is the commit")
-    yield _room("disk", config, lambda size, source, complete: capacity.check_disk(config, size, source, complete))
+    yield _room("disk", config, functools.partial(capacity.check_disk, config))
 
 
 def size_of_checkpoint(config: Config) -> tuple[int, str, int]:
@@ -172,12 +160,11 @@ def check_access(config: Config) -> Iterator[Check]:
     for directory in (config.checkpoint_root, config.run_dir):
         mode = directory.stat().st_mode if directory.is_dir() else 0
         if mode & stat.S_IWOTH:
-            synthetic = mount.inspect(directory).kind is Kind.OBJECT_STORE  # the mount makes modes up
-            grade, remedy = (
-                (warn, "mount it with a umask") if synthetic else (fail, f"chmod o-w {shlex.quote(str(directory))}")
-            )
             text = f"all users can write {directory} (mode {stat.S_IMODE(mode):04o}): a planted checkpoint runs code"
-            yield grade("access", text, remedy)
+            if mount.inspect(directory).kind is Kind.OBJECT_STORE:  # the mount makes modes up
+                yield warn("access", text, "mount it with a umask")
+            else:
+                yield fail("access", text, f"chmod o-w {shlex.quote(str(directory))}")
             return
     yield ok("access", "only owner and group can write checkpoints")
 
@@ -297,27 +284,27 @@ def check_history(config: Config) -> Iterator[Check]:
         save_s, source = config.checkpoint.save_time_s, "assumed"
         with contextlib.suppress(ConfigError):
             if config.run_dir.is_dir():
-                size, _, _ = size_of_checkpoint(config)
-                save_s, source = (
-                    _OVER_A_WRITE * timed_write(config.run_dir, size),
-                    "estimated from a write of that size",
-                )
-    step_s = next(one.measured for one in found.assumptions if one.key == "checkpoint.step_time_s")
-    yield check_grace(config, found.current_steps, step_s or config.checkpoint.step_time_s, save_s, source)
-    yield _check_assumptions(config, found)
+                save_s = _OVER_A_WRITE * timed_write(config.run_dir, size_of_checkpoint(config)[0])
+                source = "estimated from a write of that size"
+    measured = {one.key: one.measured for one in found.assumptions if one.measured is not None}
+    step_s = measured.get("checkpoint.step_time_s") or config.checkpoint.step_time_s
+    yield check_grace(config, found.current_steps, step_s, save_s, source)
+    if advice := suggestions(found, config.checkpoint, config.reclaim.grace_s):
+        more = f", and {len(advice) - 1} more" if advice[1:] else ""
+        yield warn("assumptions", advice[0] + more, "python -m trainer report shows what was measured")
+    else:
+        yield ok("assumptions", "what the run measured agrees with them" if measured else "nothing measured yet")
 
 
 def timed_write(directory: Path, size: int) -> float:
     """Seconds to write `size` bytes into `directory` and sync them; a part of large ones stands for all."""
-    part = min(max(size, 1), _TIMED_BYTES)
-    block = os.urandom(min(part, 1 << 20))
+    part = os.urandom(min(size, _TIMED_BYTES))
     with tempfile.TemporaryFile(dir=directory) as file:
         begin = time.monotonic()
-        for _ in range(-(-part // len(block))):
-            file.write(block)
+        file.write(part)
         file.flush()
         os.fsync(file.fileno())
-        return (time.monotonic() - begin) * max(1.0, size / part)
+        return (time.monotonic() - begin) * max(1.0, size / _TIMED_BYTES)
 
 
 def check_grace(config: Config, every_steps: int, step: float, save: float, source: str) -> Check:
@@ -345,16 +332,6 @@ def check_grace(config: Config, every_steps: int, step: float, save: float, sour
     )
 
 
-def _check_assumptions(config: Config, found: Account) -> Check:
-    if not any(one.measured is not None for one in found.assumptions):
-        return ok("assumptions", "nothing measured yet")
-    advice = suggestions(found, config.checkpoint, config.reclaim.grace_s)
-    if not advice:
-        return ok("assumptions", "what the run measured agrees with them")
-    more = f", and {len(advice) - 1} more" if advice[1:] else ""
-    return warn("assumptions", advice[0] + more, "python -m trainer report shows what was measured")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The reclaim
 
@@ -373,14 +350,20 @@ def check_notices(config: Config) -> Iterator[Check]:
             remedy = "is this one of its machines? A container needs a hop limit of 2; reclaim.notice=none does without"
             yield fail("notices", text, remedy)
     elif kind == "file":
-        yield _check_file(config.project / Path(argument).expanduser())
+        path = config.project / Path(argument).expanduser()
+        if path.exists():
+            yield fail("notices", f"{path} is there already: a start would stop at once", "remove it")
+        elif not path.parent.is_dir():
+            yield warn("notices", f"{path} cannot appear: there is no {path.parent}", "make that directory")
+        else:
+            yield ok("notices", f"a reclaim is announced by {path} appearing")
     elif kind == "command":
         yield _check_command(argument, config.project)
     elif kind == "none" or config.run.provider == "local":
         yield ok("notices", f"none are asked for; {signals}")
     else:
         with ThreadPoolExecutor(len(notices.CLOUDS)) as pool:
-            found = [name for name, there in zip(notices.CLOUDS, pool.map(answers, notices.CLOUDS)) if there]  # noqa: B905
+            found = list(itertools.compress(notices.CLOUDS, pool.map(answers, notices.CLOUDS)))
         said = f"the metadata server of {found[0]} answers" if found else "no metadata server answers, signals only"
         yield ok("notices", f"{said}; {signals}")
 
@@ -391,14 +374,6 @@ def answers(kind: str) -> bool:
         return notices.CLOUDS[kind]().present()
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def _check_file(path: Path) -> Check:
-    if path.exists():
-        return fail("notices", f"{path} is there already: a start would stop at once", "remove it")
-    if not path.parent.is_dir():
-        return warn("notices", f"{path} cannot appear: there is no {path.parent}", "make that directory")
-    return ok("notices", f"a reclaim is announced by {path} appearing")
 
 
 def _check_command(command: str, directory: Path) -> Check:
@@ -449,9 +424,14 @@ def check_checkpoints(config: Config) -> Iterator[Check]:
         else:
             yield ok("checkpoint", "none yet")
         return
-    newest = complete[0]
+    newest, begin = complete[0], time.monotonic()
     try:
-        how = _verified(newest)
+        if newest.bytes > _READ_WHOLE_BYTES:
+            commits.check_file(newest, newest.metadata)
+            how = "its sizes and metadata hold; `python -m trainer checkpoints verify` reads the rest"
+        else:
+            commits.verify(newest)
+            how = f"read whole in {span(time.monotonic() - begin)}, every checksum holds"
     except Damaged as damage:
         older = f"the next start quarantines it and goes on from step {complete[1].step}" if complete[1:] else ""
         yield fail("checkpoint", f"the newest is damaged: {damage}", older or "no other is left")
@@ -465,33 +445,21 @@ def check_checkpoints(config: Config) -> Iterator[Check]:
         yield warn("resume", "; ".join(warnings)) if warnings else ok("resume", "this configuration may go on from it")
 
 
-def _verified(newest: commits.Commit) -> str:
-    """What was read of a checkpoint. Raises Damaged."""
-    if newest.bytes > _READ_WHOLE_BYTES:
-        commits.check_file(newest, newest.metadata)
-        return "its sizes and metadata hold; `python -m trainer checkpoints verify` reads the rest"
-    begin = time.monotonic()
-    commits.verify(newest)
-    return f"read whole in {span(time.monotonic() - begin)}, every checksum holds"
-
-
 def check_drill(config: Config) -> Iterator[Check]:
     """The last recovery drill passed, and not too long ago."""
     verdict = config.project / "drill" / "drill.json"
     remedy = "python -m trainer drill rehearses a recovery in a few minutes"
     try:
         found = json.loads(verdict.read_text())
-        age_s = max(0.0, time.time() - verdict.stat().st_mtime)
+        passed, age_s = found["passed"], max(0.0, time.time() - verdict.stat().st_mtime)
     except FileNotFoundError:
         yield warn("drill", "recovery was never rehearsed here", remedy)
         return
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or not isinstance(found.get("passed"), bool):
+    except (ValueError, TypeError, KeyError):
         yield warn("drill", f"{verdict} is not a drill report", remedy)
         return
     what = f"the last drill, {found.get('save_ranks', '?')} -> {found.get('resume_ranks', '?')} ranks,"
-    if not found["passed"]:
+    if not passed:
         failed = ", ".join(check["name"] for check in found.get("checks", []) if not check["passed"])
         yield fail("drill", f"{what} failed: {failed or 'see'} ({verdict})", "mend that, then drill again")
     elif age_s > _DRILL_AGE_S:
@@ -510,7 +478,8 @@ def check_secrets(config: Config) -> Iterator[Check]:
         yield ok("secrets", ".env is for its owner alone" if mode else "there is no .env")
 
 
-CHECKS: tuple[Callable[[Config], Iterable[Check]], ...] = (
-    check_storage, check_access, check_ranks, check_packages, check_image, check_interval, check_history,
-    check_notices, check_exit_codes, check_checkpoints, check_drill, check_secrets,
-)  # fmt: skip
+CHECKS: dict[str, Callable[[Config], Iterator[Check]]] = {  # a check that breaks is a failure of this name
+    "storage": check_storage, "access": check_access, "gpus": check_ranks, "torch": check_packages,
+    "image": check_image, "interval": check_interval, "grace": check_history, "notices": check_notices,
+    "exit codes": check_exit_codes, "checkpoint": check_checkpoints, "drill": check_drill, "secrets": check_secrets,
+}  # fmt: skip
