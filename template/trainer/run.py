@@ -175,7 +175,7 @@ class Run:
             self.reason = Reason.FINISHED
             return
         self._agreement = Agreement(self.world, last, config.train.eval_every_steps)
-        due = self._agreement.lag > 0 and self.world.is_main and self._checkpoints.due(first)  # else asked after it
+        due = self._agreement.lag > 0 and self.world.is_main and self._checkpoints.tick(first)  # else after that step
         if self._agreement.begin(first, action=self._reclaim.requested(), save_due=due):
             self.reason = self._why_stopped()
             return
@@ -248,7 +248,7 @@ class Run:
         """
         assert self._sums is not None, "update() before any backward()"
         step = self.step + 1
-        save_due = self.world.is_main and self._checkpoints.due(step + self._agreement.lag)
+        save_due = self.world.is_main and self._checkpoints.tick(step + self._agreement.lag)
         self._decision, totals = self._agreement.decide(
             step, self._sums, self._checksum, action=self._reclaim.requested(), save_due=save_due,
             **self._checkpoints.status(),

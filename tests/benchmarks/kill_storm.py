@@ -200,7 +200,7 @@ def _check_disk(run: Run, newest: int) -> int:
         except Damaged:
             if commit.directory.exists():  # else that writer's retention removed it meanwhile
                 raise
-    if remains := commits.remains(run.run_dir):
+    if remains := commits.quarantined(run.run_dir):
         raise Lost(f"damaged: {remains}")
     now = max((commit.step for commit in complete), default=0)
     if now < max(newest, told):

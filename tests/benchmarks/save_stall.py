@@ -239,24 +239,26 @@ class Ours(Way):
         super().__init__(state, place)
         run_dir = place / "run"
         run_dir.mkdir(parents=True, exist_ok=True)
-        config = Config(checkpoint=CheckpointConfig(dir=str(place), keep_last=1), run=RunConfig(name="run"))
+        config = Config(
+            checkpoint=CheckpointConfig(dir=str(place), keep_last=1, commit="rename"), run=RunConfig(name="run")
+        )
         ledger = Ledger(run_dir, 1, append=True)
-        self.checkpoints = Checkpoints(config, run_dir, 1, state, self.group, ledger, mode="rename")
+        self.checkpoints = Checkpoints(config, run_dir, 1, state, self.group, ledger)
         self.checkpoints.__enter__()
 
     def start(self) -> tuple[None, Future[Any]]:
         self.checkpoints.save(self.step, self.step)
-        assert self.checkpoints._flight is not None
-        return None, self.checkpoints._flight.future
+        assert self.checkpoints._pending is not None
+        return None, self.checkpoints._pending.future
 
     def before_optimizer(self) -> None:
         self.checkpoints.before_optimizer_step()
 
     def done(self) -> bool:
-        return self.checkpoints._flight is None or self.checkpoints.status()["save_done"]
+        return self.checkpoints._pending is None or self.checkpoints.status()["save_done"]
 
     def finish(self) -> None:
-        self.checkpoints._land()
+        self.checkpoints._wait()
 
     def close(self) -> None:
         self.checkpoints.__exit__(None, None, None)

@@ -2,11 +2,10 @@
 
     step_00001000/  .metadata  __0_0.distcp …  COMMIT.json     complete
     .step_00001100.<attempt>/                                  being written
-    corrupt_step_00000900/                                     set aside: a checksum did not hold
+    corrupt_step_00000900/                                     quarantined: a checksum did not hold
 
-Where directories do not rename atomically (object-store mounts, `manifest` below) the files are written in place under
-names that carry the attempt, COMMIT.json appearing is the commit, and damage is noted by a marker file.
-Nothing here needs torch: launcher and reports use it too.
+`commit_mode.py` has the other names, for mounts that cannot rename directories. Nothing here needs torch: launcher and
+reports use it too.
 """
 
 from __future__ import annotations
@@ -17,23 +16,22 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 
 from trainer.outcome import Damaged, UnavailableError
 
-Mode = Literal["rename", "manifest"]
-
 FORMAT = 1
 COMMIT = "COMMIT.json"
-MARKER = "DAMAGED.txt"  # manifest mode
+MARKER = "DAMAGED.txt"  # where a damaged directory cannot be renamed
 ALGORITHM = "xxh3_128"  # 20 GB/s and more on one core; not cryptographic: it finds damage, not forgery
 CHUNK_BYTES = 8 << 20
 _STEP = re.compile(r"step_(\d{8,})")
+_BEING_WRITTEN = re.compile(r"\.step_\d{8,}\.(\d+)(?:\.\d+)?")
 _CORRUPT = re.compile(r"corrupt_step_(\d{8,})(?:\.\d+)?")
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
@@ -63,6 +61,7 @@ class Commit:
     torch: str
     template: str
     files: Mapping[str, FileSum]
+    code: Mapping[str, Any] = field(default_factory=dict)  # as `versions.code_version`; older checkpoints have none
 
     @property
     def bytes(self) -> int:
@@ -82,6 +81,12 @@ def directory_name(step: int) -> str:
 def step_of(name: str) -> int | None:
     """The step of a checkpoint's directory name; None for every other name."""
     match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def attempt_of(name: str) -> int | None:
+    """The attempt that wrote the unfinished save of this directory name; None for every other name."""
+    match = _BEING_WRITTEN.fullmatch(name)
     return int(match[1]) if match else None
 
 
@@ -106,14 +111,15 @@ def read_commit(directory: Path) -> Commit:
     """
     path = directory / COMMIT
     try:
-        body = json.loads(patiently(path.read_bytes, path))
+        body = json.loads(retry_io(path.read_bytes, path))
         claimed = body.pop("self")
         if claimed != _self_sum(body):
             raise Damaged(f"{path}: its own checksum does not hold")
         if body.pop("format") != FORMAT:
             raise Damaged(f"{path}: of a format that this version does not know")
         files = {name: FileSum(**file) for name, file in body.pop("files").items()}
-        commit = Commit(directory=directory, files=files, **body)
+        known = {one.name for one in fields(Commit)}  # a later version may say more
+        commit = Commit(directory=directory, files=files, **{key: body[key] for key in body if key in known})
     except FileNotFoundError:
         raise Damaged(f"{path}: missing") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -130,7 +136,7 @@ def check_sizes(commit: Commit) -> None:
     for name, expected in commit.files.items():
         path = commit.directory / name
         try:
-            size = patiently(path.stat, path).st_size
+            size = retry_io(path.stat, path).st_size
         except FileNotFoundError:
             raise Damaged(f"{path}: missing") from None
         if size != expected.bytes:
@@ -139,34 +145,44 @@ def check_sizes(commit: Commit) -> None:
 
 def check_file(commit: Commit, name: str) -> None:
     """Read one file of the checkpoint and compare its checksum. Raises Damaged or UnavailableError."""
-    path, expected = commit.directory / name, commit.files[name]
-    if expected.algo != ALGORITHM:
-        raise Damaged(f"{path}: checksum {expected.algo!r} is unknown to this version")
+    path = commit.directory / name
     try:
-        size, found = patiently(lambda: _read_sum(path), path)
+        _compare(path, commit.files[name], retry_io(lambda: _read_sum(path), path))
     except FileNotFoundError:
         raise Damaged(f"{path}: missing") from None
-    if size != expected.bytes:
-        raise Damaged(f"{path}: {size} bytes where {expected.bytes} were committed")
-    if found != expected.sum:
-        raise Damaged(f"{path}: its checksum does not hold")
 
 
-def compare(path: Path, expected: FileSum, content: bytes) -> None:
-    """Check content that has been read already. Raises Damaged."""
-    if len(content) != expected.bytes:
-        raise Damaged(f"{path}: {len(content)} bytes where {expected.bytes} were committed")
-    if expected.algo != ALGORITHM or xxhash.xxh3_128(content).hexdigest() != expected.sum:
-        raise Damaged(f"{path}: its checksum does not hold")
+def read_checked(commit: Commit, name: str) -> bytes:
+    """The content of one small file of the checkpoint, the very bytes compared. Raises Damaged or UnavailableError."""
+    path = commit.directory / name
+    try:
+        content = retry_io(path.read_bytes, path)
+    except FileNotFoundError:
+        raise Damaged(f"{path}: missing") from None
+    _compare(path, commit.files[name], sum_of(content))
+    return content
 
 
-def _read_sum(path: Path) -> tuple[int, str]:
+def sum_of(content: bytes) -> FileSum:
+    return FileSum(len(content), ALGORITHM, xxhash.xxh3_128(content).hexdigest())
+
+
+def _read_sum(path: Path) -> FileSum:
     digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             size += count
-    return size, digest.hexdigest()
+    return FileSum(size, ALGORITHM, digest.hexdigest())
+
+
+def _compare(path: Path, expected: FileSum, found: FileSum) -> None:
+    if expected.algo != ALGORITHM:
+        raise Damaged(f"{path}: checksum {expected.algo!r} is unknown to this version")
+    if found.bytes != expected.bytes:
+        raise Damaged(f"{path}: {found.bytes} bytes where {expected.bytes} were committed")
+    if found != expected:
+        raise Damaged(f"{path}: its checksum does not hold")
 
 
 def verify(commit: Commit) -> None:
@@ -194,8 +210,8 @@ def directories(run_dir: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def remains(run_dir: Path) -> list[Path]:
-    """What was set aside as damaged: there have been checkpoints, even where no directory of them is good."""
+def quarantined(run_dir: Path) -> list[Path]:
+    """What was found damaged: there have been checkpoints, even where no directory of them is good."""
     corrupt = [path for path in _children(run_dir) if _CORRUPT.fullmatch(path.name)]
     return sorted(corrupt + [path for path in directories(run_dir) if is_marked(path)])
 
@@ -212,40 +228,15 @@ def complete(run_dir: Path) -> list[Commit]:
     return found
 
 
-def candidates(run_dir: Path, mode: Mode) -> Iterator[Path]:
-    """Directories that may be complete, newest first.
-
-    In manifest mode a directory without COMMIT.json is one that never was committed. In rename mode it is damage: such
-    a directory only ever comes into being with its COMMIT.json.
-    """
-    for path in directories(run_dir):
-        if not is_marked(path) and (mode == "rename" or patiently((path / COMMIT).exists, path)):
-            yield path
-
-
 def is_marked(directory: Path) -> bool:
     return (directory / MARKER).exists()
 
 
-def set_aside(directory: Path, mode: Mode, why: str) -> Path:
-    """Take a damaged checkpoint out of the way, keeping its files. Returns where they are now. Raises OSError."""
-    if mode == "manifest":
-        (directory / MARKER).write_text(why + "\n")
-        return directory
-    target, number = directory.with_name(f"corrupt_{directory.name}"), 0
-    while target.exists():
-        number += 1
-        target = directory.with_name(f"corrupt_{directory.name}.{number}")
-    directory.rename(target)
-    fsync_directory(directory.parent)
-    return target
-
-
-def patiently(read: Callable[[], T], path: Path, attempts: int = 4, pause_s: float = 0.5) -> T:
+def retry_io(read: Callable[[], T], path: Path, attempts: int = 4, pause_s: float = 0.5) -> T:
     """`read()`, tried again with growing pauses after an I/O error (EIO, ESTALE, EACCES): that is not damage.
 
     Raises:
-        FileNotFoundError: there is no such file: not a matter of patience.
+        FileNotFoundError: there is no such file: trying again would not help.
         UnavailableError: it still fails.
     """
     for attempt in range(1, attempts + 1):
@@ -289,6 +280,6 @@ def write_durably(path: Path, content: bytes) -> None:
 
 def _children(run_dir: Path) -> list[Path]:
     try:
-        return patiently(lambda: list(run_dir.iterdir()), run_dir)
+        return retry_io(lambda: list(run_dir.iterdir()), run_dir)
     except FileNotFoundError:
         return []

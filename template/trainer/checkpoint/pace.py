@@ -20,17 +20,12 @@ _WINDOW = 50
 
 
 class Pace:
-    """Decides after which steps a save is due.
+    """Decides after which steps a save is due."""
 
-    Args:
-        resumed: the step of the checkpoint that was loaded, 0 for none.
-        mtbi_s: measured mean time between interruptions; None: that of the configuration.
-    """
-
-    def __init__(self, config: CheckpointConfig, resumed: int, mtbi_s: float | None = None) -> None:
+    def __init__(self, config: CheckpointConfig) -> None:
         self.every_steps = config.every_steps
-        self._config, self._mtbi_s = config, mtbi_s or config.mtbi_s
-        self._last, self._first_pending = resumed, config.retune
+        self._config, self._mtbi_s = config, config.mtbi_s
+        self._last, self._first_pending = 0, config.retune
         self._started: float | None = None
         self._ticked: float | None = None
         self._warm = False
@@ -40,8 +35,12 @@ class Pace:
         self._save_s: deque[float] = deque(maxlen=3)
         self._stall_s: deque[float] = deque(maxlen=5)
 
-    def due(self, step: int, now: float | None = None) -> bool:
-        """Whether to save after `step`. Asked once for each step, in order; `now` in `time.monotonic()` seconds."""
+    def resumed(self, step: int, mtbi_s: float | None) -> None:
+        """Saves are due from `step` on; `mtbi_s`: measured between interruptions, None: that of the configuration."""
+        self._last, self._mtbi_s = step, mtbi_s or self._mtbi_s
+
+    def tick(self, step: int, now: float | None = None) -> bool:
+        """Whether to save after `step`. Called for every step, in order; `now` in `time.monotonic()` seconds."""
         now = time.monotonic() if now is None else now
         if self._ticked is not None and self._warm:
             (self._busy_s if self._saving else self._quiet_s).append(now - self._ticked)

@@ -1,7 +1,7 @@
-"""Which checkpoints go, and how they go: counted on disk, after a commit, out of sight first and deleted later.
+"""Which checkpoints go: counted on disk, after a commit, hidden first and deleted later.
 
-A checkpoint leaves by one rename to a hidden `.removing_…` (in manifest mode by deleting its COMMIT.json), under the
-commit lock; its files are deleted afterwards, in the background, so that a slow disk never holds up a save.
+A checkpoint is hidden in one step under the commit lock (`CommitMode.hide`); its files are deleted afterwards, in the
+background, so that a slow disk never holds up a save.
 """
 
 from __future__ import annotations
@@ -9,17 +9,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import shutil
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainer.checkpoint.commit import COMMIT, Commit, Mode, complete, directories, fsync_directory, is_marked
-from trainer.checkpoint.lease import commit_lock
-
-_TEMPORARY = re.compile(r"\.step_\d{8,}\.(\d+)(?:\.\d+)?")
-_REMOVING = ".removing_"
+from trainer.checkpoint.commit import COMMIT, Commit, attempt_of, complete, fsync_directory
+from trainer.checkpoint.commit_mode import HIDDEN, MODES, CommitMode
+from trainer.config.settings import CheckpointConfig
 
 
 def expired(steps: Sequence[int], keep_last: int, keep_every_steps: int = 0) -> list[int]:
@@ -32,78 +28,51 @@ def expired(steps: Sequence[int], keep_last: int, keep_every_steps: int = 0) -> 
     ]
 
 
-def prune(run_dir: Path, epoch: int, keep_last: int, keep_every_steps: int = 0, mode: Mode = "rename") -> list[Path]:
-    """Take expired checkpoints away, those that somebody reads excepted.
+def expire(run_dir: Path, settings: CheckpointConfig, mode: CommitMode) -> list[Path]:
+    """Hide expired checkpoints, except those that are being read. The caller holds the commit lock.
 
     Returns:
-        What is left to `delete`.
+        What is left for `delete_files`.
 
     Raises:
-        Fenced, UnavailableError: as `commit_lock`.
         OSError
     """
-    with commit_lock(run_dir, epoch):
-        return take_away(run_dir, keep_last, keep_every_steps, mode)
-
-
-def take_away(run_dir: Path, keep_last: int, keep_every_steps: int, mode: Mode) -> list[Path]:
-    """`prune` for a caller that holds the commit lock."""
     found = {commit.step: commit for commit in complete(run_dir)}
     gone = []
-    for step in expired(list(found), keep_last, keep_every_steps):
-        with _unread(found[step].directory) as free:
-            if free:
-                gone.append(remove(found[step].directory, mode))
+    for step in expired(list(found), settings.keep_last, settings.keep_every_steps):
+        with _unread(found[step].directory) as unread:
+            if unread:
+                gone.append(mode.hide(found[step].directory))
     if gone:
         fsync_directory(run_dir)
     return gone
 
 
-def remove(directory: Path, mode: Mode) -> Path:
-    """Make a checkpoint's directory no checkpoint, in one step. Returns what is left to `delete`. Raises OSError."""
-    if mode == "manifest":
-        (directory / COMMIT).unlink(missing_ok=True)
-        return directory
-    target = directory.with_name(f"{_REMOVING}{directory.name.lstrip('.')}.{uuid.uuid4().hex[:8]}")
-    directory.rename(target)
-    return target
-
-
-def delete(paths: Sequence[Path]) -> None:
-    """Delete what was taken away. Errors are left for the next sweep."""
+def delete_files(paths: Sequence[Path]) -> None:
+    """Delete what was hidden. Errors are left for the next sweep."""
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def sweep(run_dir: Path, epoch: int, mode: Mode = "rename", spare: Path | None = None) -> list[Path]:
+def sweep(run_dir: Path, epoch: int, mode: CommitMode, spare: Path | None = None) -> list[Path]:
     """Find what dead attempts left: unfinished saves of attempts before `epoch` and directories half deleted.
 
-    With `spare`, unfinished saves of `epoch` itself go too, that one excepted: one save is in flight at a time, so the
-    others failed.
+    With `spare`, unfinished saves of `epoch` itself go too, except that one: one save runs at a time, so the others
+    failed.
 
     Returns:
-        What is left to `delete`, out of the way already where the mount can rename.
+        What is left for `delete_files`, hidden already where the mount can rename.
     """
     left = []
     with contextlib.suppress(FileNotFoundError):
         for path in run_dir.iterdir():
-            match = _TEMPORARY.fullmatch(path.name)
-            if match and path != spare and (int(match[1]) < epoch or (spare is not None and int(match[1]) == epoch)):
-                with contextlib.suppress(OSError):
-                    left.append(remove(path, "rename"))
-            elif path.name.startswith(_REMOVING):
+            attempt = attempt_of(path.name)
+            if path.name.startswith(HIDDEN):
                 left.append(path)
-    if mode == "manifest":
-        left += [path for path in directories(run_dir) if path != spare and _never_committed(path, epoch)]
-    return left
-
-
-def _never_committed(directory: Path, epoch: int) -> bool:
-    """Whether an object-store directory has no commit and only files of attempts before `epoch`."""
-    if is_marked(directory) or (directory / COMMIT).exists():
-        return False
-    attempts = [int(match[1]) for path in directory.iterdir() if (match := re.search(r"[._]a(\d+)", path.name))]
-    return max(attempts, default=0) < epoch
+            elif attempt is not None and path != spare and attempt < epoch + (spare is not None):
+                with contextlib.suppress(OSError):
+                    left.append(MODES["rename"].hide(path))
+    return left + [path for path in mode.never_committed(run_dir, epoch) if path != spare]
 
 
 @contextlib.contextmanager
@@ -120,7 +89,7 @@ def reading(commit: Commit) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unread(directory: Path) -> Iterator[bool]:
-    """Whether nobody is `reading` the checkpoint; it stays so inside."""
+    """Whether the checkpoint is not being read; it stays so inside."""
     try:  # NFS locks exclusively what is open for writing only, object stores open nothing for that
         descriptor = os.open(directory / COMMIT, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

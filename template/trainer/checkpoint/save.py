@@ -1,6 +1,6 @@
-"""What the training loop sees of checkpoints: resume, due, save, settle, finish.
+"""What the training loop sees of checkpoints: resume, tick, save, settle, finish.
 
-Every method but `due` is called by all ranks, at the same step. Nothing that differs between ranks decides anything:
+Every method but `tick` is called by all ranks, at the same step. Nothing that differs between ranks decides anything:
 `status` gives this rank's numbers to the reduction of each step, and `settle` acts on the reduced ones.
 """
 
@@ -12,71 +12,46 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 
 from trainer.checkpoint import commit as commits
-from trainer.checkpoint.commit import Commit, Mode
-from trainer.checkpoint.dcp import process as daemon
-from trainer.checkpoint.dcp.reader import differences, load_into, load_tensors, read_metadata, refuse_differences
-from trainer.checkpoint.dcp.stager import STATE, ArenaPlanner, ArenaStager
-from trainer.checkpoint.dcp.writer import CommittingWriter, Order, Rehearsal, WarmUp
-from trainer.checkpoint.lease import Fenced, commit_lock
+from trainer.checkpoint.commit import Commit
+from trainer.checkpoint.commit_mode import MODES
+from trainer.checkpoint.dcp import process
+from trainer.checkpoint.dcp.planner import ArenaPlanner
+from trainer.checkpoint.dcp.stager import STATE, ArenaStager
+from trainer.checkpoint.dcp.writer import CommittingWriter, DryRunSave, SaveRequest, WarmUp
+from trainer.checkpoint.lease import Fenced
 from trainer.checkpoint.pace import Pace
-from trainer.collectives import from_main, gather, on_each
-from trainer.config.fingerprint import compare_fingerprints
+from trainer.checkpoint.resume import Resumer, State
+from trainer.collectives import from_main, gather
 from trainer.config.settings import Config
 from trainer.ledger import Ledger, mtbi_s, read_events
-from trainer.outcome import ConfigError, Damaged, SavesFailed, UnavailableError
+from trainer.outcome import Damaged, SavesFailed, UnavailableError
 from trainer.steps import read_counting
 from trainer.storage import volume
-
-__all__ = ["Checkpoints", "Resumed", "load_tensors"]
+from trainer.versions import code_version, template_version
 
 log = logging.getLogger(__name__)
 
 START_S = 120.0  # at least, for the writer processes to start and find each other
-_SLICE_S = 0.25
-CRASH_PATIENCE_S = 30.0  # for the save in flight when the training loop ends in an error
+CRASH_PATIENCE_S = 30.0  # for the pending save when the training loop ends in an error
 END_PATIENCE_S = 10.0  # for the writer process to delete what was pruned
-
-
-class State(Protocol):
-    """What the manager needs of `state.TrainState`."""
-
-    step: int
-    samples: int
-    fingerprint: dict[str, Any]
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def target(self, saved: dict[str, Any]) -> dict[str, Any]: ...
-    def loaded(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """The checkpoint that was loaded."""
-
-    step: int
-    samples: int
-    checkpoint: str  # name of its directory
-    world_size: int  # of the ranks that saved it
+_SLICE_S = 0.25
 
 
 @dataclass
-class _Flight:
-    """A save, or the start of the writer process, on its way."""
+class PendingSave:
+    """A save, or the start of the writer process, that has begun and is not known to have ended."""
 
     future: Future[Any]
-    started: float  # time.monotonic()
-    deadline: float
+    began: float  # time.monotonic()
+    patience_s: float
     what: str  # for people
     step: int | None = None  # None: nothing is to be committed
     samples: int = 0
@@ -86,27 +61,31 @@ class _Flight:
     staged: bool = False
 
     def __post_init__(self) -> None:
-        self.future.add_done_callback(self._end)
+        self.future.add_done_callback(self._note_end)
 
-    def _end(self, future: Future[Any]) -> None:
+    def _note_end(self, future: Future[Any]) -> None:
         self.ended = time.monotonic()
 
     def overdue(self) -> bool:
-        return time.monotonic() > self.deadline
+        return time.monotonic() - self.began > self.patience_s
 
     def error(self) -> BaseException | None:
         """Why it failed; None while it runs and when it has succeeded."""
         return self.future.exception() if self.future.done() else None
 
+    def wait(self, patience_s: float) -> None:
+        """Until it has ended, for better or worse, or `patience_s` are over."""
+        with contextlib.suppress(TimeoutError):
+            self.future.exception(timeout=patience_s)
+
 
 class Checkpoints:
-    """The checkpoints of a run. As a context manager: leaving it waits for the save in flight and ends the writer.
+    """The checkpoints of a run. As a context manager: leaving it waits for the pending save and ends the writer.
 
     Args:
         attempt: the lease's epoch for this start of the ranks.
         group: a gloo group that nothing else uses.
         accepted: dotted keys of the fingerprint that may differ from the checkpoint's.
-        mode: how a checkpoint is committed; None: as `checkpoint.commit` says.
     """
 
     def __init__(
@@ -118,25 +97,26 @@ class Checkpoints:
         group: dist.ProcessGroup,
         ledger: Ledger,
         accepted: Sequence[str] = (),
-        mode: Mode | None = None,
     ) -> None:
         self.config, self.run_dir, self.attempt, self.ledger = config, run_dir, attempt, ledger
-        self.state, self.group, self.accepted = state, group, accepted
+        self.state, self.group = state, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.mode: Mode = mode if mode else from_main(group, partial(volume.commit_mode, config))
+        self.mode = MODES[from_main(group, lambda: volume.commit_mode(config))]
         self.loaded: str | None = None  # name of the checkpoint that was resumed from
-        self._template = _template_version(config.project)
+        self._resumer = Resumer(run_dir, attempt, self.mode, group, accepted)
+        self._template = template_version(config.project)
+        self._code = code_version(config.project) if self.rank == 0 else {}
         self._stager = ArenaStager()
-        self._pace = Pace(config.checkpoint, 0)
-        self._flight: _Flight | None = None
-        self._rehearsed = False
+        self._pace = Pace(config.checkpoint)
+        self._pending: PendingSave | None = None
+        self._dry_run_done = False
         self._committed: int | None = None  # newest step known to be on disk
         self._failures = self._tries = self._updates = 0
         self._stale = False  # the next reduced numbers are older than what has happened since
 
     def __enter__(self) -> Self:
-        daemon.raise_descriptor_limit()
-        self._start_daemon()
+        process.raise_descriptor_limit()
+        self._start_process()
         return self
 
     def __exit__(
@@ -145,175 +125,86 @@ class Checkpoints:
         try:
             if error is None:
                 self.finish()
-            elif self._flight is not None:  # peers may be gone: wait for this rank's part alone
-                self._wait(self._flight, min(CRASH_PATIENCE_S, self.config.checkpoint.deadline_s))
+            elif self._pending is not None:  # peers may be gone: wait for this rank's part alone
+                self._pending.wait(min(CRASH_PATIENCE_S, self.config.checkpoint.deadline_s))
         finally:
-            daemon.end(0.0 if error is not None else END_PATIENCE_S)
+            process.end(0.0 if error is not None else END_PATIENCE_S)
             self._stager.close()
 
-    # -- resume --------------------------------------------------------------------------------------------------------
-
-    def resume(self) -> Resumed | None:
-        """Load the newest checkpoint that is whole; None where there has never been one.
-
-        Rank 0 chooses; all ranks verify a share of the shards and agree. A damaged one is set aside, and the next is
-        tried. Nothing is unpickled before its checksum has held.
+    def resume(self) -> Commit | None:
+        """Load the newest checkpoint that is whole. Returns it; None where there has never been one.
 
         Raises:
             ConfigError: there are checkpoints but none is good, or the newest does not fit this configuration.
             UnavailableError: the volume failed, and nothing was changed.
         """
         begin = time.monotonic()
-        while (commit := from_main(self.group, self._newest)) is not None:
-            damaged = [name for name in gather(self.group, on_each(self.group, partial(self._damage, commit))) if name]
-            if not damaged:
-                break
-            from_main(self.group, partial(self._set_aside_if_damaged, commit, damaged[0]))
-        from_main(self.group, partial(self._set_pace, commit))
+        commit = self._resumer.choose()
+        measured_s = from_main(self.group, lambda: mtbi_s(read_events(self.run_dir)))
+        self._pace.resumed(commit.step if commit else 0, measured_s)
         if commit is None:
             return None
-        warnings = from_main(
-            self.group, lambda: compare_fingerprints(commit.fingerprint, self.state.fingerprint, self.accepted)
-        )
-        self._load(commit)
+        self._resumer.load(commit, self.state)
         self.loaded, self._committed = commit.directory.name, commit.step
         lost = from_main(self.group, lambda: _lost(self.run_dir, commit))
         if self.rank == 0:
-            for warning in warnings:
-                log.warning("resuming from step %d although %s", commit.step, warning)
-            self.ledger.record(
-                "resumed",
-                step=commit.step,
-                checkpoint=self.loaded,
-                load_s=round(time.monotonic() - begin, 3),
-                **lost,
-            )
-        return Resumed(commit.step, commit.samples, self.loaded, commit.world_size)
+            load_s = round(time.monotonic() - begin, 3)
+            self.ledger.record("resumed", step=commit.step, checkpoint=self.loaded, load_s=load_s, **lost)
+        return commit
 
-    def _newest(self) -> Commit | None:
-        """Rank 0: the newest checkpoint whose COMMIT.json, sizes and `.metadata` hold, those before it set aside."""
-        for directory in commits.candidates(self.run_dir, self.mode):
-            try:
-                commit = commits.read_commit(directory)
-                commits.check_sizes(commit)
-                commits.check_file(commit, commit.metadata)
-                return commit
-            except Damaged as damage:
-                self._set_aside(directory, str(damage))
-        if remains := commits.remains(self.run_dir):
-            names = ", ".join(path.name for path in remains[-3:])
-            raise ConfigError(
-                f"{self.run_dir} holds checkpoints and none of them is whole ({names}): bring a good copy back there, "
-                f"or give run.name another value to start from scratch"
-            )
-        return None
-
-    def _set_pace(self, commit: Commit | None) -> None:
-        """Rank 0: when saves are due from here on."""
-        self._pace = Pace(self.config.checkpoint, commit.step if commit else 0, mtbi_s(read_events(self.run_dir)))
-
-    def _damage(self, commit: Commit) -> str:
-        """The first of this rank's share of the shards that is damaged; empty if none is."""
-        for name in commits.shares(commit, self.size)[self.rank]:
-            try:
-                commits.check_file(commit, name)
-            except Damaged:
-                return name
-        return ""
-
-    def _set_aside_if_damaged(self, commit: Commit, name: str) -> None:
-        """Rank 0: set aside what is damaged here too. What another node alone cannot see is not damaged."""
-        try:
-            commits.check_file(commit, name)
-        except Damaged as damage:
-            return self._set_aside(commit.directory, str(damage))
-        raise UnavailableError(
-            f"{commit.directory / name} is whole for rank 0 and missing or damaged for another rank: "
-            f"checkpoint.dir must be one volume that all nodes share, and up to date on each; nothing was changed"
-        )
-
-    def _set_aside(self, directory: Path, why: str) -> None:
-        log.error("DAMAGED CHECKPOINT: %s; it is set aside, the next older one is tried", why)
-        try:
-            with commit_lock(self.run_dir, self.attempt):
-                kept = commits.set_aside(directory, self.mode, why)
-        except OSError as error:
-            raise UnavailableError(f"{directory} is damaged and cannot be set aside ({error})") from error
-        except Fenced as error:
-            raise UnavailableError(str(error)) from None
-        log.error("it is kept as %s", kept)
-
-    def _load(self, commit: Commit) -> None:
-        def look() -> tuple[dict[str, Any], Metadata]:
-            metadata = read_metadata(commit)
-            target = self.state.target(metadata.state_dict_metadata)
-            refuse_differences(differences(target, metadata), commit)
-            return target, metadata
-
-        target, metadata = on_each(self.group, look)
-        load_into(target, commit, metadata, self.group)
-        self.state.loaded()
-
-    # -- save ----------------------------------------------------------------------------------------------------------
-
-    def due(self, step: int, now: float | None = None) -> bool:
-        """Rank 0: whether a save is due after `step`. To be asked for every step, in order."""
-        return self._pace.due(step, now)
-
-    @property
-    def every_steps(self) -> int:
-        """Rank 0: the number of steps between two saves at present."""
-        return self._pace.every_steps
+    def tick(self, step: int, now: float | None = None) -> bool:
+        """Rank 0: note that `step` is complete, every step and in order. Returns whether a save of it is due."""
+        return self._pace.tick(step, now)
 
     def save(self, step: int, samples: int) -> None:
-        """Start saving the state as it is now, after `step`; wait first for a save in flight.
+        """Start saving the state as it is now, after `step`; wait first for a pending save.
 
-        Does nothing for a step that is on disk or in flight already. The state must not change before
+        Does nothing for a step that is on disk or pending already. The state must not change before
         `before_optimizer_step` has returned.
 
         Raises:
-            SavesFailed: the save that was in flight was one failure too many.
+            SavesFailed: the pending save was one failure too many.
             UnavailableError: another start has taken the run over.
         """
         if self._is_saved(step):
             return
         begin = time.monotonic()
-        self._land()
-        landed = time.monotonic()
+        self._wait()
+        waited = time.monotonic()
         if self._is_saved(step):
             return
         if self.rank == 0:
             self.ledger.record("save_started", step=step)
             self._pace.began(step)
-        order = self._order(step, samples)
-        self._flight = self._fly(CommittingWriter(order), landed, f"the save of step {step}", step, samples)
-        self._flight.waited_s = landed - begin
-        self._flight.stall_s = time.monotonic() - landed
-        self._rehearsed = self._stale = True
+        writer = CommittingWriter(self._request(step, samples))
+        self._pending = self._start(writer, waited, f"the save of step {step}", step, samples)
+        self._pending.waited_s = waited - begin
+        self._pending.stall_s = time.monotonic() - waited
+        self._dry_run_done = self._stale = True
 
     def before_optimizer_step(self) -> None:
-        """Wait until the save in flight has copied the state, which may change after that."""
+        """Wait until the pending save has copied the state, which may change after that."""
         self._updates += 1
-        flight, copied = self._flight, self._stager.copied
-        if flight is not None and copied is not None and not flight.staged:
+        pending, copied = self._pending, self._stager.copied
+        if pending is not None and copied is not None and not pending.staged:
             begin = time.monotonic()
             copied.exception(timeout=self.config.checkpoint.deadline_s)  # an error is the save's: `status` has it
-            flight.stall_s += time.monotonic() - begin
-            self._staged(flight)
-        if self._updates >= 2 and not self._rehearsed and self._flight is None:  # the optimizer has its state now
-            self._rehearse()
+            pending.stall_s += time.monotonic() - begin
+            self._mark_staged(pending)
+        if self._updates >= 2 and not self._dry_run_done and self._pending is None:  # the optimizer has its state now
+            self._dry_run()
 
     def status(self) -> dict[str, bool]:
-        """This rank's view of the save in flight, for the reduction of the step: `save_done`, `save_failed`."""
-        flight = self._flight
-        if flight is None:
-            return {"save_done": False, "save_failed": not daemon.alive()}
-        done = flight.future.done()
-        failed = flight.error() is not None or (not done and (flight.overdue() or not daemon.alive()))
+        """This rank's view of the pending save, for the reduction of the step: `save_done`, `save_failed`."""
+        pending = self._pending
+        if pending is None:
+            return {"save_done": False, "save_failed": not process.alive()}
+        done = pending.future.done()
+        failed = pending.error() is not None or (not done and (pending.overdue() or not process.alive()))
         return {"save_done": done and not failed, "save_failed": failed}
 
     def settle(self, done_everywhere: bool, failed_anywhere: bool) -> None:
-        """Act on the reduced `status` of all ranks: close the books on a save, or replace the writers after a failure.
+        """Act on the reduced `status` of all ranks: mark a save as committed, or replace the writers after a failure.
 
         The numbers may be one step old; those from before the last `save` or failure are passed over.
 
@@ -324,11 +215,11 @@ class Checkpoints:
             self._stale = False
         elif failed_anywhere:
             self._recover()
-        elif done_everywhere and self._flight is not None:
-            self._close_books(self._flight)
+        elif done_everywhere and self._pending is not None:
+            self._mark_committed(self._pending)
 
     def finish(self) -> bool:
-        """Wait for the save in flight, at most until its deadline. A save of the present state is tried once more.
+        """Wait for the pending save, at most until its deadline. A save of the present state is tried once more.
 
         Returns:
             Whether the last save that was started is on disk.
@@ -336,96 +227,65 @@ class Checkpoints:
         Raises:
             SavesFailed: one failure too many, on all ranks alike.
         """
-        flight = self._flight
-        if flight is None or flight.step is None:
+        pending = self._pending
+        if pending is None or pending.step is None:
             return True
-        self._land()
-        if self._is_saved(flight.step):
-            return True
-        if not flight.staged:  # no optimizer step since
-            log.warning("saving step %d once more", flight.step)
-            self.save(flight.step, flight.samples)
-            self._land()
-        return self._is_saved(flight.step)
+        self._wait()
+        if not self._is_saved(pending.step) and not pending.staged:  # no optimizer step since
+            log.warning("saving step %d once more", pending.step)
+            self.save(pending.step, pending.samples)
+            self._wait()
+        return self._is_saved(pending.step)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _is_saved(self, step: int) -> bool:
-        return step == self._committed or (self._flight is not None and self._flight.step == step)
+        return step == self._committed or (self._pending is not None and self._pending.step == step)
 
-    def _staged(self, flight: _Flight) -> None:
-        flight.staged = True
-        if self.rank == 0 and flight.step is not None:
-            self.ledger.record("save_staged", step=flight.step, stall_s=round(flight.waited_s + flight.stall_s, 5))
-
-    def _order(self, step: int, samples: int) -> Order:
-        settings = self.config.checkpoint
-        return Order(
-            run_dir=self.run_dir,
+    def _request(self, step: int = 0, samples: int = 0) -> SaveRequest:
+        commit = Commit(
+            directory=self.run_dir / commits.directory_name(step),
             step=step,
             samples=samples,
             attempt=self.attempt,
             world_size=self.size,
+            time=time.time(),
             fingerprint=self.state.fingerprint,
+            torch=torch.__version__,
             template=self._template,
-            mode=self.mode,
-            keep_last=settings.keep_last,
-            keep_every_steps=settings.keep_every_steps,
-            deadline_s=settings.deadline_s,
-            started=time.monotonic(),
-            tries=self._tries,
+            code=self._code,
+            files={},
         )
+        return SaveRequest(self.run_dir, commit, self.mode, self.config.checkpoint, time.monotonic(), self._tries)
 
-    def _start_daemon(self) -> None:
+    def _start_process(self) -> None:
         """Start the writer process in the background; that of rank 0 sweeps what dead attempts left."""
         self._stager.forget()
-        begin = time.monotonic()
-        with daemon.starting():
-            future = async_save(
-                {},
-                storage_writer=WarmUp(self._order(0, 0)),
-                process_group=self.group,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-            )
-        patience_s = max(START_S, self.config.checkpoint.deadline_s)
-        self._flight = _Flight(
-            cast("Future[Any]", future), begin, begin + patience_s, "the start of the writer process"
-        )
+        begin, patience_s = time.monotonic(), max(START_S, self.config.checkpoint.deadline_s)
+        future = process.start(WarmUp(self._request()), self.group)
+        self._pending = PendingSave(future, begin, patience_s, "the start of the writer process")
 
-    def _fly(
-        self, writer: CommittingWriter, begin: float, what: str, step: int | None = None, samples: int = 0
-    ) -> _Flight:
-        response = async_save(
-            {STATE: self.state.state_dict()},
-            storage_writer=writer,
-            planner=ArenaPlanner(),
-            process_group=self.group,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-            async_stager=self._stager,
-        )
-        future = cast("Future[Any]", cast(AsyncSaveResponse, response).upload_completion)
-        return _Flight(future, begin, begin + self.config.checkpoint.deadline_s, what, step, samples)
+    def _start(
+        self, writer: DryRunSave, begin: float, what: str, step: int | None = None, samples: int = 0
+    ) -> PendingSave:
+        state = {STATE: self.state.state_dict()}
+        future = process.save(state, writer, ArenaPlanner(), self._stager, self.group)
+        return PendingSave(future, begin, self.config.checkpoint.deadline_s, what, step, samples)
 
-    def _rehearse(self) -> None:
+    def _dry_run(self) -> None:
         """Make room for the copy and plan once, writing nothing, so that the first save is as fast as the others."""
-        begin = time.monotonic()
-        self._flight = self._fly(Rehearsal(self._order(0, 0)), begin, "the rehearsal of a save")
-        copied = self._stager.copied
-        assert copied is not None
-        copied.exception(timeout=self.config.checkpoint.deadline_s)
-        self._flight.staged = self._rehearsed = self._stale = True
+        self._pending = self._start(DryRunSave(self._request()), time.monotonic(), "the dry run of a save")
+        assert self._stager.copied is not None
+        self._stager.copied.exception(timeout=self.config.checkpoint.deadline_s)
+        self._pending.staged = self._dry_run_done = self._stale = True
 
-    def _wait(self, flight: _Flight, patience_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            flight.future.exception(timeout=max(0.0, patience_s))
-
-    def _land(self) -> None:
-        """Wait for what is in flight; all ranks agree how it ended, and go on without it."""
-        flight = self._flight
-        if flight is None:
+    def _wait(self) -> None:
+        """Wait for what is pending; all ranks agree how it ended, and go on without it."""
+        pending = self._pending
+        if pending is None:
             return
         while True:  # in slices, so that a failure on one rank ends the wait of all
-            self._wait(flight, _SLICE_S)
+            pending.wait(_SLICE_S)
             status = self.status()
             ends = torch.tensor([status["save_done"], not status["save_failed"]], dtype=torch.int32)
             dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=self.group)
@@ -433,37 +293,42 @@ class Checkpoints:
             if not well:
                 return self._recover()
             if done:
-                return self._close_books(flight)
+                return self._mark_committed(pending)
 
-    def _close_books(self, flight: _Flight) -> None:
-        self._flight = None
-        if flight.step is None:
+    def _mark_staged(self, pending: PendingSave) -> None:
+        pending.staged = True
+        if self.rank == 0 and pending.step is not None:
+            self.ledger.record("save_staged", step=pending.step, stall_s=round(pending.waited_s + pending.stall_s, 5))
+
+    def _mark_committed(self, pending: PendingSave) -> None:
+        self._pending = None
+        if pending.step is None:
             return
-        self._committed, self._failures = flight.step, 0
-        if not flight.staged:
-            self._staged(flight)
+        self._committed, self._failures = pending.step, 0
+        if not pending.staged:
+            self._mark_staged(pending)
         if self.rank == 0:
-            took_s = (flight.ended or time.monotonic()) - flight.started
-            if changed := self._pace.ended(took_s, flight.stall_s):
+            took_s = (pending.ended or time.monotonic()) - pending.began
+            if changed := self._pace.ended(took_s, pending.stall_s):
                 self.ledger.record("retuned", **changed)
 
     def _recover(self) -> None:
         """A save failed, or a writer process is gone: replace all of them together, plan caches with them."""
-        flight, self._flight = self._flight, None
-        reasons = [text for text in gather(self.group, self._reason(flight)) if text]
+        pending, self._pending = self._pending, None
+        reasons = [text for text in gather(self.group, self._reason(pending)) if text]
         reason = reasons[0] if reasons else "for a reason that no rank knows"
-        daemon.end(0.0)
-        if flight is not None:
-            self._wait(flight, CRASH_PATIENCE_S)
-            daemon.end(0.0)  # one that had only just started by then
-        step = flight.step if flight is not None else None
+        process.end(0.0)
+        if pending is not None:
+            pending.wait(CRASH_PATIENCE_S)
+            process.end(0.0)  # one that had only just started by then
+        step = pending.step if pending is not None else None
         if step is not None and from_main(self.group, lambda: self._is_on_disk(step)):  # it failed after its commit
             self._committed, self._failures = step, 0
-        elif flight is not None:
+        elif pending is not None:
             self._failures += 1
             if self.rank == 0:
-                self._pace.ended(None, flight.stall_s)
-                log.error("%s failed (%s)", flight.what, reason)
+                self._pace.ended(None, pending.stall_s)
+                log.error("%s failed (%s)", pending.what, reason)
                 self.ledger.record("save_failed", step=step, reason=reason)
         elif self.rank == 0:
             log.warning("the writer process was lost (%s) and is replaced", reason)
@@ -478,18 +343,18 @@ class Checkpoints:
                 f"{limit} saves in a row failed, the last with: {reason}; "
                 f"checkpoints that are complete were kept ({kept}): mend the volume or the machine, then start again"
             )
-        self._start_daemon()
-        self._stale, self._rehearsed = True, False
+        self._start_process()
+        self._stale, self._dry_run_done = True, False
 
-    def _reason(self, flight: _Flight | None) -> str:
+    def _reason(self, pending: PendingSave | None) -> str:
         """Why this rank thinks that something failed, in one line; empty if it does not."""
-        if flight is not None and (error := flight.error()) is not None:
+        if pending is not None and (error := pending.error()) is not None:
             text = _one_line(error)
             return text if text.startswith("rank ") else f"rank {self.rank}: {text}"
-        if not daemon.alive():
+        if not process.alive():
             return f"rank {self.rank}: the writer process died"
-        if flight is not None and flight.overdue():
-            took_s, deadline_s = time.monotonic() - flight.started, self.config.checkpoint.deadline_s
+        if pending is not None and pending.overdue():
+            took_s, deadline_s = time.monotonic() - pending.began, self.config.checkpoint.deadline_s
             return f"rank {self.rank}: not done after {took_s:.0f} s (checkpoint.deadline_s is {deadline_s:.0f})"
         return ""
 
@@ -511,23 +376,11 @@ def _one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
-def _template_version(project: Path) -> str:
-    """The template's version that the project was rendered from, as Copier recorded it."""
-    try:
-        for line in (project / ".copier-answers.yml").read_text(encoding="utf-8").splitlines():
-            if line.startswith("_commit:"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return ""
-
-
 def _lost(run_dir: Path, commit: Commit) -> dict[str, Any]:
     """What the interruption before this start cost: steps that have to be trained again, and the time they took.
 
-    Where an attempt between has loaded it and made no step, it has said so already.
+    Where an attempt between has loaded it and made no step, it has recorded that already.
     """
     units_per_sample = commit.fingerprint.get("data.sequence_length", 0)
     again = [step for step in read_counting(run_dir, units_per_sample) if step.step > commit.step]
-    seconds = sum(step.seconds for step in again)
-    return {"lost_steps": len(again), "lost_s": round(seconds, 3)}
+    return {"lost_steps": len(again), "lost_s": round(sum(step.seconds for step in again), 3)}

@@ -410,7 +410,7 @@ def check_exit_codes(config: Config) -> Iterator[Check]:
 
 def check_checkpoints(config: Config) -> Iterator[Check]:
     """The newest complete checkpoint is whole, and this configuration may go on from it."""
-    complete, quarantined = commits.complete(config.run_dir), commits.remains(config.run_dir)
+    complete, quarantined = commits.complete(config.run_dir), commits.quarantined(config.run_dir)
     if quarantined:
         text = f"{counted(len(quarantined), 'damaged checkpoint')} quarantined, such as {quarantined[-1].name}"
         yield warn("damage", text, "look at the disk, then delete them")

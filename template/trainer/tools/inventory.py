@@ -1,10 +1,10 @@
-"""`python -m trainer checkpoints list|verify|prune`: what is on the disk, said to a person."""
+"""`python -m trainer checkpoints list|verify|prune`: what is on the disk, for a person to read."""
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -12,7 +12,8 @@ import click
 from trainer.checkpoint import commit as commits
 from trainer.checkpoint import retention
 from trainer.checkpoint.commit import Commit
-from trainer.checkpoint.lease import Fenced, current_epoch
+from trainer.checkpoint.commit_mode import HIDDEN, MODES
+from trainer.checkpoint.lease import Fenced, commit_lock, current_epoch
 from trainer.config.settings import Config
 from trainer.interval import format_duration
 from trainer.outcome import Damaged, UnavailableError
@@ -24,7 +25,7 @@ class Entry:
     """One directory that is, was or was to become a checkpoint."""
 
     name: str
-    state: str  # complete, damaged, set aside, unfinished, being removed
+    state: str  # complete, damaged, quarantined, unfinished, being removed
     commit: Commit | None = None
     problem: str = ""
 
@@ -40,9 +41,9 @@ def entries(run_dir: Path) -> list[Entry]:
             found.append(Entry(directory.name, "damaged", problem=str(damage)))
         else:
             marked = commits.is_marked(directory)
-            found.append(Entry(directory.name, "set aside" if marked else "complete", commit))
+            found.append(Entry(directory.name, "quarantined" if marked else "complete", commit))
     if run_dir.is_dir():
-        states = {"corrupt_": "set aside", ".step_": "unfinished", ".removing_": "being removed"}
+        states = {"corrupt_": "quarantined", ".step_": "unfinished", HIDDEN: "being removed"}
         for path in sorted(run_dir.iterdir()):
             for prefix, state in states.items():
                 if path.name.startswith(prefix) and path.is_dir():
@@ -107,14 +108,16 @@ def prune(config: Config, keep: int | None = None) -> int:
     if not run_dir.is_dir():
         click.echo(f"{run_dir} holds no checkpoint")
         return 0
-    mode = volume.commit_mode(config)
+    mode = MODES[volume.commit_mode(config)]
     epoch = current_epoch(run_dir)
+    settings = replace(settings, keep_last=keep or settings.keep_last)
     try:
-        gone = retention.prune(run_dir, epoch, keep or settings.keep_last, settings.keep_every_steps, mode)
+        with commit_lock(run_dir, epoch):
+            gone = retention.expire(run_dir, settings, mode)
     except Fenced as error:
         raise UnavailableError(str(error)) from None
     left = [path for path in retention.sweep(run_dir, epoch, mode) if path not in gone]
-    retention.delete([*gone, *left])
+    retention.delete_files([*gone, *left])
     kept = len(commits.complete(run_dir))
     click.echo(f"removed: checkpoints {len(gone)}, leftovers {len(left)}; kept: {kept}")
     return 0

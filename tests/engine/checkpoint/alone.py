@@ -12,8 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from trainer.checkpoint.dcp.stager import STATE, ArenaPlanner, ArenaStager
-from trainer.checkpoint.dcp.writer import CommittingWriter, Order
+from trainer.checkpoint.commit import Commit, directory_name
+from trainer.checkpoint.commit_mode import MODES
+from trainer.checkpoint.dcp.planner import ArenaPlanner
+from trainer.checkpoint.dcp.stager import STATE, ArenaStager
+from trainer.checkpoint.dcp.writer import CommittingWriter, SaveRequest
 from trainer.checkpoint.save import Checkpoints
 from trainer.config.settings import CheckpointConfig, Config, RunConfig
 from trainer.ledger import Ledger
@@ -53,13 +56,11 @@ class Numbers:
             assert expected is None or bool((tensor == expected).all()), f"{name} is not of step {self.step}"
 
 
-def order_of(run_dir: Path, step: int, attempt: int = 1, **others: Any) -> Order:
-    values: dict[str, Any] = {
-        "run_dir": run_dir, "step": step, "samples": 8 * step, "attempt": attempt, "world_size": 1,
-        "fingerprint": FINGERPRINT, "template": "", "mode": "rename", "keep_last": 10, "keep_every_steps": 0,
-        "deadline_s": 60.0, "started": time.monotonic(),
-    }  # fmt: skip
-    return Order(**(values | others))
+def request_of(run_dir: Path, step: int, attempt: int = 1, mode: str = "rename", keep_last: int = 10) -> SaveRequest:
+    code = {"commit": "abc", "dirty": True}
+    directory = run_dir / directory_name(step)
+    commit = Commit(directory, step, 8 * step, attempt, 1, 0.0, FINGERPRINT, torch.__version__, "", {}, code)
+    return SaveRequest(run_dir, commit, MODES[mode], CheckpointConfig(keep_last=keep_last), time.monotonic())
 
 
 def save(run_dir: Path, step: int, attempt: int = 1, **others: Any) -> None:
@@ -69,7 +70,7 @@ def save(run_dir: Path, step: int, attempt: int = 1, **others: Any) -> None:
     stager = ArenaStager()
     staged = stager.stage({STATE: state.state_dict()}).result()
     run_dir.mkdir(parents=True, exist_ok=True)
-    writer = CommittingWriter(order_of(run_dir, step, attempt, **others))
+    writer = CommittingWriter(request_of(run_dir, step, attempt, **others))
     dcp_save(staged, storage_writer=writer, planner=ArenaPlanner(), no_dist=True)
     stager.close()
 
@@ -88,6 +89,6 @@ def manager(
 ) -> tuple[Checkpoints, Numbers]:
     """A manager whose background process is never started: it can resume."""
     state = Numbers()
-    config = Config(checkpoint=CheckpointConfig(dir=str(run_dir.parent)), run=RunConfig(name=run_dir.name))
+    config = Config(checkpoint=CheckpointConfig(dir=str(run_dir.parent), commit=mode), run=RunConfig(name=run_dir.name))
     ledger = Ledger(run_dir, attempt, append=True)
-    return Checkpoints(config, run_dir, attempt, state, group, ledger, accepted, mode=mode), state
+    return Checkpoints(config, run_dir, attempt, state, group, ledger, accepted), state

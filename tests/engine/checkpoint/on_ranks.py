@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from trainer.checkpoint.dcp import process as daemon
+from trainer.checkpoint.dcp import process
 from trainer.checkpoint.save import Checkpoints
 from trainer.config.settings import CheckpointConfig, Config, RunConfig
 from trainer.ledger import Ledger
@@ -86,7 +86,8 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.group = dist.new_group(backend="gloo")
         self.control = dist.new_group(backend="gloo")
-        self.settings = CheckpointConfig(dir=str(run_dir.parent), retune=False, every_steps=5)
+        mode: Any = os.environ.get("COMMIT", "rename")
+        self.settings = CheckpointConfig(dir=str(run_dir.parent), retune=False, every_steps=5, commit=mode)
 
     def say(self, **fields: Any) -> None:
         if self.rank == 0:
@@ -101,8 +102,7 @@ class Ranks:
         )
         state = state or ToyState(self.rank)
         with Checkpoints(
-            config, self.run_dir, self.attempt, state, self.group, Ledger(self.run_dir, self.attempt, append=True),
-            mode="manifest" if os.environ.get("COMMIT") == "manifest" else "rename",
+            config, self.run_dir, self.attempt, state, self.group, Ledger(self.run_dir, self.attempt, append=True)
         ) as checkpoints:  # fmt: skip
             yield checkpoints, state
 
@@ -128,7 +128,7 @@ class Ranks:
     def until_settled(self, checkpoints: Checkpoints) -> None:
         """Until nothing is in flight."""
         while True:
-            busy = torch.tensor([float(checkpoints._flight is not None or not daemon.alive())])
+            busy = torch.tensor([float(checkpoints._pending is not None or not process.alive())])
             dist.all_reduce(busy, group=self.control)
             if not busy:
                 return
@@ -146,9 +146,9 @@ def train(ranks: Ranks) -> None:
         while state.step < int(os.environ.get("STEPS", "12")):
             loss = ranks.train_step(checkpoints, state)
             losses[state.step] = loss
-            if checkpoints.due(state.step):
+            if checkpoints.tick(state.step):
                 checkpoints.save(state.step, state.samples)
-                ranks.say(saving=state.step, daemon=daemon.pid())
+                ranks.say(saving=state.step, writer=writer_pid())
         checkpoints.save(state.step, state.samples)
         ranks.say(finished=checkpoints.finish(), losses=losses)
 
@@ -174,18 +174,18 @@ def fail(ranks: Ranks) -> None:
         save("none")
         # The process is killed while nothing is in flight, on one rank.
         if ranks.rank == 1:
-            os.kill(daemon.pid() or 0, signal.SIGKILL)
-            os.waitid(os.P_PID, daemon.pid() or 0, os.WEXITED | os.WNOWAIT)
+            os.kill(writer_pid(), signal.SIGKILL)
+            os.waitid(os.P_PID, writer_pid(), os.WEXITED | os.WNOWAIT)
         ranks.until_settled(checkpoints)
         works("a killed idle writer")
         # It is stopped, so that the save cannot end, then killed.
         if ranks.rank == 0:
-            os.kill(daemon.pid() or 0, signal.SIGSTOP)
+            os.kill(writer_pid(), signal.SIGSTOP)
         ranks.train_step(checkpoints, state)
         checkpoints.save(state.step, state.samples)
         checkpoints.before_optimizer_step()
         if ranks.rank == 0:
-            os.kill(daemon.pid() or 0, signal.SIGKILL)
+            os.kill(writer_pid(), signal.SIGKILL)
         ranks.until_settled(checkpoints)
         ranks.say(fault="a writer killed in a save", step=state.step, committed=checkpoints._committed)
         works("a writer killed in a save")
@@ -205,11 +205,11 @@ def fail(ranks: Ranks) -> None:
         works("a value that is no tensor")
         # One rank's process meets a write error, then has no file descriptor left.
         if ranks.rank == 1:
-            resource.prlimit(daemon.pid() or 0, resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
+            resource.prlimit(writer_pid(), resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
         save("a write error on one rank")
         works("a write error")
         if ranks.rank == 0:
-            resource.prlimit(daemon.pid() or 0, resource.RLIMIT_NOFILE, (3, 1024))
+            resource.prlimit(writer_pid(), resource.RLIMIT_NOFILE, (3, 1024))
         save("no file descriptors on one rank")
         works("no file descriptors")
         # A process does not know what its peers know.
@@ -227,8 +227,8 @@ def hang(ranks: Ranks) -> None:
         for _ in range(3):
             ranks.until_settled(checkpoints)
             if ranks.rank == 1:
-                os.kill(daemon.pid() or 0, signal.SIGSTOP)
-            try:  # the first step after a failed save rehearses, and the next save finds how that ended
+                os.kill(writer_pid(), signal.SIGSTOP)
+            try:  # the first step after a failed save is a dry run, and the next save finds how that ended
                 ranks.train_step(checkpoints, state)
                 checkpoints.save(state.step, state.samples)
                 ranks.until_settled(checkpoints)
@@ -268,7 +268,7 @@ def mix(ranks: Ranks) -> None:
             state.samples = step
             checkpoints.save(step, step)
             checkpoints.before_optimizer_step()
-            resident.append((_resident_bytes(os.getpid()), _resident_bytes(daemon.pid() or 0)))
+            resident.append((_resident_bytes(os.getpid()), _resident_bytes(writer_pid())))
         ranks.say(finished=checkpoints.finish(), resident=resident)
 
 
@@ -283,6 +283,12 @@ def fill(ranks: Ranks) -> None:
             if ranks.rank == 0:
                 Path(os.environ["FILLER"]).unlink(missing_ok=True)
             dist.barrier(ranks.control)
+
+
+def writer_pid() -> int:
+    """The background process of this rank; 0 before it has started."""
+    handle = process.executor._CHECKPOINT_PROCESS
+    return handle._save_process.pid or 0 if handle is not None else 0
 
 
 def _resident_bytes(pid: int) -> int:

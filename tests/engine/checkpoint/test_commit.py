@@ -15,8 +15,17 @@ from hypothesis import strategies as st
 from trainer.checkpoint import commit as commits
 from trainer.checkpoint import retention
 from trainer.checkpoint.commit import COMMIT, Commit, FileSum
-from trainer.checkpoint.lease import Fenced
+from trainer.checkpoint.commit_mode import MODES, CommitMode
+from trainer.checkpoint.lease import Fenced, commit_lock
+from trainer.config.settings import CheckpointConfig
 from trainer.outcome import Damaged, UnavailableError
+
+RENAME, MANIFEST = MODES["rename"], MODES["manifest"]
+
+
+def prune(run_dir: Path, epoch: int, keep_last: int, mode: CommitMode = RENAME) -> list[Path]:
+    with commit_lock(run_dir, epoch):
+        return retention.expire(run_dir, CheckpointConfig(keep_last=keep_last), mode)
 
 
 def make(run_dir: Path, step: int, attempt: int = 1, shards: int = 2) -> Commit:
@@ -38,10 +47,21 @@ def test_a_commit_reads_back_as_it_was_written(tmp_path: Path) -> None:
     commits.verify(one)
     body = json.loads((one.directory / COMMIT).read_text())
     assert set(body) == {
-        "format", "step", "samples", "attempt", "world_size", "time", "fingerprint", "torch", "template", "files",
-        "self",
+        "format", "step", "samples", "attempt", "world_size", "time", "fingerprint", "torch", "template", "code",
+        "files", "self",
     }  # fmt: skip
     assert body["files"][".metadata"].keys() == {"bytes", "algo", "sum"}
+
+
+def test_checkpoints_of_older_and_newer_versions_are_read(tmp_path: Path) -> None:
+    """`code` came later, and more may come."""
+    one = make(tmp_path, 1000)
+    path = one.directory / COMMIT
+    body = json.loads(path.read_text())
+    assert body.pop("code") == {} and body.pop("self")
+    for change in ({}, {"code": {"commit": "abc", "dirty": False}, "more": 1}):
+        path.write_text(json.dumps({**body, **change, "self": commits._self_sum({**body, **change})}))
+        assert commits.read_commit(one.directory).code == change.get("code", {})
 
 
 def _flip(path: Path, position: int) -> None:
@@ -120,7 +140,7 @@ def test_an_io_error_is_not_damage(tmp_path: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with pytest.raises(UnavailableError, match="cannot be read"):
-        commits.patiently(fails, tmp_path, pause_s=0.001)
+        commits.retry_io(fails, tmp_path, pause_s=0.001)
     assert len(calls) == 4
 
 
@@ -131,22 +151,22 @@ def test_only_directories_of_the_form_count_and_the_newest_comes_first(tmp_path:
         (tmp_path / name).mkdir()
     assert [path.name for path in commits.directories(tmp_path)] == ["step_123456789", "step_00000100", "step_00000005"]
     assert [one.step for one in commits.complete(tmp_path)] == [123456789, 100, 5]
-    assert [path.name for path in commits.remains(tmp_path)] == ["corrupt_step_00000300"]
+    assert [path.name for path in commits.quarantined(tmp_path)] == ["corrupt_step_00000300"]
 
 
-def test_setting_aside_keeps_the_files_and_never_overwrites(tmp_path: Path) -> None:
+def test_quarantine_keeps_the_files_and_never_overwrites(tmp_path: Path) -> None:
     for number in range(3):
         one = make(tmp_path, 7)
-        kept = commits.set_aside(one.directory, "rename", "why")
+        kept = RENAME.quarantine(one.directory, "why")
         assert not one.directory.exists() and (kept / "__0_0.distcp").exists()
-        assert len(commits.remains(tmp_path)) == number + 1
+        assert len(commits.quarantined(tmp_path)) == number + 1
 
 
 def test_where_names_cannot_move_damage_is_marked(tmp_path: Path) -> None:
     one = make(tmp_path, 7)
-    assert commits.set_aside(one.directory, "manifest", "why") == one.directory
-    assert list(commits.candidates(tmp_path, "manifest")) == []
-    assert commits.remains(tmp_path) == [one.directory]
+    assert MANIFEST.quarantine(one.directory, "why") == one.directory
+    assert list(MANIFEST.candidates(tmp_path)) == []
+    assert commits.quarantined(tmp_path) == [one.directory]
     assert commits.complete(tmp_path) == []
 
 
@@ -187,10 +207,10 @@ def test_retention_counts_complete_checkpoints_only(tmp_path: Path) -> None:
     for step in (40, 50, 60):  # newer, and not complete
         (make(tmp_path, step).directory / "__0_0.distcp").write_bytes(b"")
     (tmp_path / ".step_00000070.9").mkdir()
-    left = retention.prune(tmp_path, epoch=9, keep_last=2)
+    left = prune(tmp_path, epoch=9, keep_last=2)
     assert [one.step for one in commits.complete(tmp_path)] == [30, 20]
     assert len(left) == 1 and left[0].name.startswith(".removing_step_00000010")
-    retention.delete(left)
+    retention.delete_files(left)
     assert not left[0].exists()
 
 
@@ -198,8 +218,8 @@ def test_a_checkpoint_that_is_being_read_stays(tmp_path: Path) -> None:
     first = make(tmp_path, 10)
     make(tmp_path, 20)
     with retention.reading(first):
-        assert retention.prune(tmp_path, epoch=1, keep_last=1) == []
-    assert len(retention.prune(tmp_path, epoch=1, keep_last=1)) == 1
+        assert prune(tmp_path, epoch=1, keep_last=1) == []
+    assert len(prune(tmp_path, epoch=1, keep_last=1)) == 1
 
 
 def test_an_older_attempt_cannot_prune(tmp_path: Path) -> None:
@@ -207,30 +227,30 @@ def test_an_older_attempt_cannot_prune(tmp_path: Path) -> None:
         make(tmp_path, step)
     (tmp_path / "lease.json").write_text('{"epoch": 5}')
     with pytest.raises(Fenced, match="attempt 5"):
-        retention.prune(tmp_path, epoch=4, keep_last=1)
+        prune(tmp_path, epoch=4, keep_last=1)
     assert len(commits.complete(tmp_path)) == 2
 
 
 def test_in_manifest_mode_a_checkpoint_goes_by_losing_its_commit_first(tmp_path: Path) -> None:
     for step in (10, 20):
         make(tmp_path, step)
-    left = retention.prune(tmp_path, epoch=1, keep_last=1, mode="manifest")
+    left = prune(tmp_path, epoch=1, keep_last=1, mode=MANIFEST)
     assert left == [tmp_path / "step_00000010"]
     assert not (left[0] / COMMIT).exists() and (left[0] / "__0_0.distcp").exists()
-    assert list(commits.candidates(tmp_path, "manifest")) == [tmp_path / "step_00000020"]
+    assert list(MANIFEST.candidates(tmp_path)) == [tmp_path / "step_00000020"]
 
 
 def test_the_sweep_takes_what_dead_attempts_left_and_nothing_of_the_living(tmp_path: Path) -> None:
     make(tmp_path, 10)
     for name in (".step_00000020.3", ".step_00000030.4", ".step_00000040.5", ".step_00000040.5.1", ".removing_x"):
         (tmp_path / name).mkdir()
-    retention.delete(retention.sweep(tmp_path, epoch=5))
+    retention.delete_files(retention.sweep(tmp_path, epoch=5, mode=RENAME))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".step_00000040.5",
         ".step_00000040.5.1",
         "step_00000010",
     ]
-    retention.delete(retention.sweep(tmp_path, epoch=5, spare=tmp_path / ".step_00000040.5.1"))
+    retention.delete_files(retention.sweep(tmp_path, epoch=5, mode=RENAME, spare=tmp_path / ".step_00000040.5.1"))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".step_00000040.5.1", "step_00000010"]
 
 
@@ -240,5 +260,5 @@ def test_the_sweep_of_an_object_store_takes_what_never_was_committed(tmp_path: P
         directory = tmp_path / commits.directory_name(step)
         directory.mkdir()
         (directory / f"__0_a{attempt}_0.distcp").write_bytes(b"1")
-    retention.delete(retention.sweep(tmp_path, epoch=5, mode="manifest"))
+    retention.delete_files(retention.sweep(tmp_path, epoch=5, mode=MANIFEST))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000010", "step_00000030"]

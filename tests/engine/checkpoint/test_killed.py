@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tests.engine.checkpoint.alone import manager, one_rank, save
 from trainer.checkpoint import commit as commits
 from trainer.checkpoint import retention
+from trainer.checkpoint.commit_mode import MODES
 from trainer.checkpoint.dcp import shard, writer
 
 CALLS = [
@@ -95,8 +96,8 @@ def test_killed_anywhere_in_a_save_the_state_is_the_one_before_or_after(
 
     def work() -> None:
         save(run_dir, 2, mode=mode, keep_last=1)
-        if writer._deleting is not None:
-            writer._deleting.join()
+        if writer.kept.deleting is not None:
+            writer.kept.deleting.join()
 
     seen: list[int] = []
     number = 0
@@ -109,17 +110,17 @@ def test_killed_anywhere_in_a_save_the_state_is_the_one_before_or_after(
         found = commits.complete(run_dir)
         for commit in found:
             commits.verify(commit)
-        assert not commits.remains(run_dir), "what is torn is not damage"
+        assert not commits.quarantined(run_dir), "what is torn is not damage"
         seen.append(found[0].step)
         if number % 5 == 0 or not killed or seen[-1] != seen[max(0, number - 2)]:
             checkpoints, state = manager(run_dir, group, mode=mode)
             resumed = checkpoints.resume()  # which also looks at every number
             assert resumed is not None and resumed.step == found[0].step == state.step
             # And the next attempt saves that very step and tidies up.
-            retention.delete(retention.sweep(run_dir, 2, mode))
+            retention.delete_files(retention.sweep(run_dir, 2, MODES[mode]))
             save(run_dir, 2, attempt=2, mode=mode)
-            if writer._deleting is not None:
-                writer._deleting.join()
+            if writer.kept.deleting is not None:
+                writer.kept.deleting.join()
             assert commits.complete(run_dir)[0].step == 2
             assert not [path for path in run_dir.iterdir() if path.name.startswith((".step", ".removing"))]
     assert number > 30

@@ -22,6 +22,7 @@ from trainer.checkpoint.commit import COMMIT
 from trainer.checkpoint.dcp import writer
 from trainer.checkpoint.dcp.reader import load_tensors
 from trainer.checkpoint.dcp.shard import write_shard
+from trainer.checkpoint.resume import Resumer
 from trainer.outcome import ConfigError, UnavailableError
 from trainer.records import read_records
 
@@ -101,7 +102,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("what", KINDS)
-def test_damage_is_named_set_aside_and_the_next_newest_is_used(
+def test_damage_is_named_quarantined_and_the_next_newest_is_used(
     run_dir: Path, group: dist.ProcessGroup, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     _damage(run_dir, what)
@@ -140,7 +141,7 @@ def test_a_planted_metadata_is_never_unpickled(run_dir: Path, group: dist.Proces
 def test_checkpoints_but_none_good_is_a_matter_for_a_person(run_dir: Path, group: dist.ProcessGroup) -> None:
     for step in (10, 20):
         shard(run_dir, step).write_bytes(b"")
-    for _ in range(2):  # also at the next start, when they have been set aside
+    for _ in range(2):  # also at the next start, when they are quarantined
         with pytest.raises(ConfigError, match="none of them is whole"):
             manager(run_dir, group)[0].resume()
 
@@ -158,11 +159,11 @@ def test_an_io_error_stops_the_start_and_renames_nothing(
     assert len(commits.complete(run_dir)) == 2
 
 
-def test_what_another_node_alone_cannot_see_is_not_set_aside(
+def test_what_another_node_alone_cannot_see_is_not_quarantined(
     run_dir: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints, _ = manager(run_dir, group)
-    monkeypatch.setattr(checkpoints, "_damage", lambda commit: "__0_0.distcp")
+    monkeypatch.setattr(Resumer, "_first_damaged", lambda *_: "__0_0.distcp")
     with pytest.raises(UnavailableError, match="one volume that all nodes share"):
         checkpoints.resume()
     assert [commit.step for commit in commits.complete(run_dir)] == [20, 10]
@@ -183,12 +184,14 @@ def test_a_shard_that_is_not_on_the_volume_is_not_committed(run_dir: Path, monke
     assert [commit.step for commit in commits.complete(run_dir)] == [20, 10]
 
 
-def test_places_that_were_never_sent_are_not_committed(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(run_dir, 30)  # its places are those of the saves before, so they are not sent again
-    monkeypatch.setattr(writer, "_heard", {})
-    with pytest.raises(CheckpointException, match="no commit"):
-        save(run_dir, 40)
-    assert [commit.step for commit in commits.complete(run_dir)] == [30, 20, 10]
+def test_parts_that_no_rank_wrote_are_not_committed(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(path: Path, items: Any, resolve: Any) -> Any:
+        return write_shard(path, items[1:], resolve)
+
+    monkeypatch.setattr(writer, "write_shard", forgetful)
+    with pytest.raises(CheckpointException, match="5 of 6 parts by 1 of 1 ranks: no commit"):
+        save(run_dir, 30)
+    assert [commit.step for commit in commits.complete(run_dir)] == [20, 10]
 
 
 def test_an_unfinished_save_of_a_dead_attempt_is_not_looked_at(run_dir: Path, group: dist.ProcessGroup) -> None:
@@ -271,3 +274,4 @@ def test_the_commit_file_says_what_the_checkpoint_is(run_dir: Path) -> None:
     body = json.loads((run_dir / "step_00000020" / COMMIT).read_text())
     assert (body["step"], body["samples"], body["attempt"], body["world_size"]) == (20, 160, 1, 1)
     assert body["fingerprint"] == {"model.width": 64} and body["torch"] == torch.__version__
+    assert body["code"] == {"commit": "abc", "dirty": True}

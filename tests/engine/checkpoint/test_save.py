@@ -156,7 +156,7 @@ def test_every_fault_is_decided_together_and_the_next_save_works(tmp_path: Path)
         assert (said["committed"] == said["step"]) == fault.startswith("none"), (fault, said)
     failed = [event for event in read_records(run_dir, "ledger") if event["event"] == "save_failed"]
     reasons = " | ".join(event["reason"] for event in failed)
-    assert 6 <= len(failed) <= 7, reasons  # the odd value also met the rehearsal
+    assert 6 <= len(failed) <= 7, reasons  # the odd value also met the dry run
     for part in ("rank 0", "exists", "odd is a str", "File too large", "does not know the layout"):
         assert part in reasons
     for commit in commits.complete(run_dir):

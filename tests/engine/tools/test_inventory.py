@@ -14,7 +14,7 @@ from trainer.tools import inventory
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """A run with steps 10, 20, 30; 20 is damaged inside, an unfinished save and one set aside lie beside them."""
+    """A run with steps 10, 20, 30; 20 is damaged inside, an unfinished save and one quarantined lie beside them."""
     config = Config(checkpoint=CheckpointConfig(dir=str(tmp_path), keep_last=1), run=RunConfig(name="run"))
     for step in (10, 20, 30):
         save(config.run_dir, step, attempt=2)
@@ -33,7 +33,7 @@ def test_the_list_shows_what_is_there(config: Config, capsys: pytest.CaptureFixt
         "step_00000030", "step_00000020", "step_00000010", ".step_00000040.1", "corrupt_step_00000005",
     ]  # fmt: skip
     assert "complete" in lines[0] and "1 rank" in lines[0] and "MB" in lines[0] and "attempt 2" in lines[0]
-    assert "unfinished" in lines[3] and "set aside" in lines[4]
+    assert "unfinished" in lines[3] and "quarantined" in lines[4]
     assert inventory.show(config.run_dir, as_json=True) == 0
     newest = json.loads(capsys.readouterr().out)[0]
     assert (newest["step"], newest["samples"], newest["world_size"], newest["state"]) == (30, 240, 1, "complete")

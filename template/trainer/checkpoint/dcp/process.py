@@ -1,9 +1,9 @@
-"""The background process that writes: how it is started, watched and ended, and how it behaves once it runs.
+"""The background process that writes: how it is started, given work, watched and ended, and how it behaves.
 
 It is torch's (`async_save` in PROCESS mode), one beside each rank. torchrun signals whole process groups, so it
 ignores the signals of a reclaim; multiprocessing would then wait for it for ever at exit, so it is ended explicitly.
-Of torch's private names, those of this process are used in this file alone; `tests/test_checkpoint_torch.py` says what
-to do when they move.
+Of torch's private names, those of this process are used in this file alone; `test_private_names.py` says what to do
+when they move.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from concurrent.futures import Future
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import _async_process_executor as executor
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.storage import StorageWriter
 
 from trainer.checkpoint.lease import current_epoch
 from trainer.processes import FORWARDED, STACKS
-
-log = logging.getLogger(__name__)
 
 IGNORED = (*FORWARDED, STACKS)
 NICENESS = 12  # training first: a fifteenth of a core where training keeps it busy, all of it where not
@@ -39,39 +42,58 @@ _ORPHAN_POLL_S = 0.5
 # ---------------------------------------------------------------------------------------------------------------------
 # In the trainer
 
-
 _TorchsProcess = executor._AsyncCheckpointProcess
 
 
 class _Process(_TorchsProcess):
-    """torch's process, which is silent, deaf to signals from its first line on, and quick to leave."""
+    """torch's process, which prints nothing, ignores signals from its first line on, and exits at once."""
 
     @staticmethod
     def _checkpointing_subprocess(*arguments: Any) -> None:
-        logging.getLogger().addFilter(lambda record: False)  # torch's own; what fails is told to the trainer
+        logging.getLogger().addFilter(lambda record: False)  # torch's own; the trainer is told what fails
         _ignore_signals()
-        with contextlib.suppress(EOFError, ConnectionError):  # the trainer was killed: nobody to serve or to tell
+        with contextlib.suppress(EOFError, ConnectionError):  # the trainer was killed: nothing is left to do
             _TorchsProcess._checkpointing_subprocess(*arguments)
-            for thread in threading.enumerate():  # what was pruned is being deleted
+            for thread in threading.enumerate():  # expired checkpoints are being deleted
                 if thread is not threading.main_thread() and not thread.daemon:
                     thread.join()
-            os._exit(0)  # the trainer waits, in its grace period: taking torch apart would cost it a second
+            os._exit(0)  # the trainer waits, in its grace period: unloading torch would cost it a second
 
 
-@contextlib.contextmanager
-def starting() -> Iterator[None]:
-    """Around the `async_save` that starts the process: it is born with the signals blocked, before it can ignore them.
+def start(writer: StorageWriter, group: dist.ProcessGroup) -> Future[Any]:
+    """Start the process in the background, `writer` being its first request. The future is done when it has served it.
 
-    The thread that spawns it inherits the mask of this one. The resource tracker comes first: starting it would
-    unblock signals in that thread.
+    The process starts with the signals blocked, before it can ignore them: the thread that spawns it inherits the mask
+    of this one. The resource tracker comes first, since starting it would unblock signals in that thread.
     """
     executor._AsyncCheckpointProcess = _Process  # type: ignore[misc]
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
     try:
-        yield
+        future = async_save(
+            {},
+            storage_writer=writer,
+            process_group=group,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return cast("Future[Any]", future)
+
+
+def save(
+    state: dict[str, Any], writer: StorageWriter, planner: SavePlanner, stager: AsyncStager, group: dist.ProcessGroup
+) -> Future[Any]:
+    """Have `state` staged, then written by the process. The future is done when `writer` has finished on all ranks."""
+    response = async_save(
+        state,
+        storage_writer=writer,
+        planner=planner,
+        process_group=group,
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        async_stager=stager,
+    )
+    return cast("Future[Any]", cast(AsyncSaveResponse, response).upload_completion)
 
 
 def raise_descriptor_limit() -> None:
@@ -86,15 +108,10 @@ def alive() -> bool:
     return executor._CHECKPOINT_PROCESS is None or executor._CHECKPOINT_PROCESS._save_process.is_alive()
 
 
-def pid() -> int | None:
-    """Its process id, once it has started."""
-    return executor._CHECKPOINT_PROCESS._save_process.pid if executor._CHECKPOINT_PROCESS is not None else None
-
-
 def end(patience_s: float) -> None:
-    """End the process: by asking where it is idle, by SIGKILL after `patience_s`. The next save starts another one."""
+    """End the process: by a request where it is idle, by SIGKILL after `patience_s`. The next save starts another."""
     handle, executor._CHECKPOINT_PROCESS = executor._CHECKPOINT_PROCESS, None
-    # One that is stuck in its start has no handle yet.
+    # One that hangs in its start has no handle yet.
     children = [child for child in multiprocessing.active_children() if isinstance(child, SpawnProcess)]
     processes = [handle._save_process] if handle is not None else children
     if handle is not None and patience_s > 0:
@@ -110,7 +127,7 @@ def end(patience_s: float) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # In the process itself
 
-_settled = False
+_configured = False
 
 
 def _ignore_signals() -> None:
@@ -118,20 +135,23 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def settle_in(run_dir: Path, attempt: int, deadline_s: float) -> None:
-    """Called by the writer before it writes; does nothing in any other process, and its work once."""
-    global _settled
-    if _settled or multiprocessing.parent_process() is None:
+def configure_process(run_dir: Path, attempt: int, deadline_s: float) -> None:
+    """To be called before each write; does nothing in any other process, and its work once."""
+    global _configured
+    if _configured or multiprocessing.parent_process() is None:
         return
-    _settled = True
+    _configured = True
     _ignore_signals()
     os.nice(NICENESS)
     torch.set_num_threads(1)
-    threading.Thread(target=_outlive, args=(run_dir, attempt, deadline_s), name="parent watch", daemon=True).start()
+    watch = threading.Thread(
+        target=_watch_parent, args=(run_dir, attempt, deadline_s), name="parent watch", daemon=True
+    )
+    watch.start()
 
 
-def _outlive(run_dir: Path, attempt: int, deadline_s: float) -> None:
-    """When the trainer dies: let the save in hand end, but not past its deadline or the start of the next attempt."""
+def _watch_parent(run_dir: Path, attempt: int, deadline_s: float) -> None:
+    """When the trainer dies: let the present save end, but not past its deadline or the start of the next attempt."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     while parent.pid == os.getppid():

@@ -1,11 +1,10 @@
-"""From a directory of checkpoints to tensors: choose, verify, and only then read. Strict about names and shapes."""
+"""From a verified checkpoint to tensors: strict about names, shapes and dtypes; nothing unverified is unpickled."""
 
 from __future__ import annotations
 
-import io
 import pickle
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +40,9 @@ def read_metadata(commit: Commit) -> Metadata:
     Raises:
         Damaged, UnavailableError
     """
-    path, expected = commit.directory / commit.metadata, commit.files[commit.metadata]
-    try:
-        content = commits.patiently(path.read_bytes, path)
-    except FileNotFoundError:
-        raise Damaged(f"{path}: missing") from None
-    commits.compare(path, expected, content)
-    metadata = pickle.load(io.BytesIO(content))
+    metadata = pickle.loads(commits.read_checked(commit, commit.metadata))
     if not isinstance(metadata, Metadata):
-        raise Damaged(f"{path}: not the metadata of a checkpoint")
+        raise Damaged(f"{commit.directory / commit.metadata}: not the metadata of a checkpoint")
     return metadata
 
 
@@ -72,26 +65,20 @@ def load_into(target: dict[str, Any], commit: Commit, metadata: Metadata, group:
         raise RuntimeError(f"{commit.directory}: cannot be loaded: {cause!r}") from error
 
 
-def differences(target: Mapping[str, Any], metadata: Metadata) -> list[str]:
-    """What keeps a checkpoint from fitting `target` exactly, in words: names, shapes, dtypes."""
+def refuse_differences(target: Mapping[str, Any], metadata: Metadata, commit: Commit) -> None:
+    """Raise ConfigError, in one line, unless the checkpoint fits `target` exactly: names, shapes, dtypes."""
     saved = metadata.state_dict_metadata
     found = [f"{name} is missing from the checkpoint" for name in target if name not in saved]
     found += [f"{name} is in the checkpoint only" for name in saved if name not in target and name[:4] != PER_RANK]
     for name, tensor in target.items():
-        entry = saved.get(name)
-        if entry is None:
+        if (entry := saved.get(name)) is None:
             continue
         if not isinstance(entry, TensorStorageMetadata):
-            found.append(f"{name} is no tensor in the checkpoint")
+            found.append(f"{name} is not a tensor in the checkpoint")
         elif tuple(entry.size) != tuple(tensor.shape):
             found.append(f"{name} is {tuple(entry.size)} in the checkpoint and {tuple(tensor.shape)} here")
         elif entry.properties.dtype != tensor.dtype:
             found.append(f"{name} is {entry.properties.dtype} in the checkpoint and {tensor.dtype} here")
-    return found
-
-
-def refuse_differences(found: Sequence[str], commit: Commit) -> None:
-    """Raise ConfigError, in one line, if there are any."""
     if found:
         shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         raise ConfigError(

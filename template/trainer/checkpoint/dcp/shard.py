@@ -1,20 +1,20 @@
-"""One rank's shard file: the bytes that torch.save would write, tensor after tensor, without its cost for each.
+"""One rank's shard file: the bytes that torch.save would write, tensor after tensor, the checksum taken on the way.
 
-What torch.save writes around a tensor's numbers depends on its dtype and shape alone, so it is made once and kept. The
-checksum is taken on the way, and the disk is kept busy from the first megabytes on, so that the fsync at the end finds
-little left to do.
+What torch.save writes around the raw bytes of a tensor depends on its dtype and shape alone, so it is made once and
+kept: of 500 small tensors that saves a third of the writer's CPU seconds, of 10,000 nearly all. The disk is kept busy
+from the first megabytes on, so that the fsync at the end finds little left to do.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self, cast
+from typing import IO, Any, cast
 
 import torch
 import xxhash
@@ -30,74 +30,52 @@ WRITEBACK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Envelope:
-    """What stands before and after the numbers of a tensor."""
+class ShardReport:
+    """What one rank wrote, on its way to rank 0 in place of DCP's write results."""
 
-    before: bytes
-    after: bytes
-
-
-_envelopes: dict[tuple[torch.dtype, torch.Size], Envelope | None] = {}
+    name: str
+    file: FileSum
+    parts: list[WriteResult]  # where in the file each tensor lies
 
 
-def write_shard(
-    path: Path, items: Sequence[WriteItem], resolve: Callable[[WriteItem], tuple[Tensor, memoryview]]
-) -> tuple[list[int], FileSum]:
+def write_shard(path: Path, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Tensor]) -> ShardReport:
     """Write the tensors of `items`, one after the other, into a new file and fsync it.
 
     Args:
-        resolve: gives each tensor (with a storage of its own size) and its numbers as bytes.
-
-    Returns:
-        Where in the file each item ends, in bytes, and the file's checksum.
+        resolve: gives the tensor of an item, with a storage of its own size: torch.save writes whole storages.
 
     Raises:
         OSError
     """
-    ends = []
+    parts = []
     with without_crc(), ShardStream(path) as stream:
         for item in items:
-            tensor, numbers = resolve(item)
-            envelope = None if len(numbers) >= LARGE_BYTES else envelope_of(tensor.dtype, tensor.shape)
+            begin, tensor = stream.position, resolve(item)
+            envelope = envelope_of(tensor.dtype, tensor.shape) if tensor.nbytes < LARGE_BYTES else None
             if envelope is None:
                 torch.save(tensor, cast(IO[bytes], stream))
             else:
-                stream.write(envelope.before)
-                stream.write(numbers)
-                stream.write(envelope.after)
-            ends.append(stream.position)
-        return ends, stream.finish()
+                stream.write(envelope[0])
+                stream.write(tensor.reshape(-1).view(torch.uint8).numpy())
+                stream.write(envelope[1])
+            length = stream.position - begin
+            parts.append(WriteResult(item.index, length, _StorageInfo(path.name, begin, length)))
+        return ShardReport(path.name, stream.finish(), parts)
 
 
-def places(name: str, items: Sequence[WriteItem], ends: Sequence[int]) -> list[WriteResult]:
-    """Where each item lies in the file `name`, as DCP's metadata has it."""
-    return [
-        WriteResult(item.index, end - begin, _StorageInfo(name, begin, end - begin))
-        for item, begin, end in zip(items, [0, *ends], ends, strict=False)
-    ]
-
-
-def envelope_of(dtype: torch.dtype, shape: torch.Size) -> Envelope | None:
-    """The envelope of such tensors; None if what torch.save writes around the numbers depends on them after all."""
-    key = (dtype, shape)
-    if key not in _envelopes:
-        zeros, ones = (_saved(value, dtype, shape) for value in (b"\0", b"\1"))
-        size = shape.numel() * dtype.itemsize
-        start = next((at for at, pair in enumerate(zip(zeros, ones, strict=False)) if pair[0] != pair[1]), len(zeros))
-        split = Envelope(zeros[:start], zeros[start + size :])
-        exact = all(
-            split.before + value * size + split.after == whole for value, whole in ((b"\0", zeros), (b"\1", ones))
-        )
-        _envelopes[key] = split if exact else None
-    return _envelopes[key]
-
-
-def _saved(value: bytes, dtype: torch.dtype, shape: torch.Size) -> bytes:
-    stream = io.BytesIO()
-    size = shape.numel() * dtype.itemsize
-    tensor = torch.frombuffer(bytearray(value * size), dtype=dtype) if size else torch.empty(0, dtype=dtype)
-    torch.save(tensor.view(shape), stream)
-    return stream.getvalue()
+@functools.cache
+def envelope_of(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes] | None:
+    """What torch.save writes before and after the raw bytes of such tensors; None if it depends on those after all."""
+    size, saved = shape.numel() * dtype.itemsize, []
+    for value in (0, 1):
+        stream = io.BytesIO()
+        torch.save(torch.full((size,), value, dtype=torch.uint8).view(dtype).view(shape), stream)
+        saved.append(stream.getvalue())
+    zeros, ones = saved
+    start = next((at for at, pair in enumerate(zip(zeros, ones, strict=False)) if pair[0] != pair[1]), len(zeros))
+    before, after = zeros[:start], zeros[start + size :]
+    exact = all(before + bytes([value]) * size + after == saved[value] for value in (0, 1))
+    return (before, after) if exact else None
 
 
 @contextlib.contextmanager
@@ -112,7 +90,7 @@ def without_crc() -> Iterator[None]:
 
 
 class ShardStream(io.IOBase):
-    """A file being written from its beginning to its end."""
+    """A file being written from its beginning to its end. torch.save flushes after each tensor, which does nothing."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=1 << 20)
@@ -140,16 +118,6 @@ class ShardStream(io.IOBase):
         os.fsync(self._file.fileno())
         return FileSum(self.position, ALGORITHM, self._digest.hexdigest())
 
-    def tell(self) -> int:
-        return self.position
-
-    def writable(self) -> bool:
-        return True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._file.close()
+        super().close()

@@ -2,10 +2,8 @@
 
 Every save copies this rank's tensors into the same arena, side by side, and hands the writer process the arena (one
 file descriptor, whatever the number of tensors) instead of the tensors. Names, shapes and DCP's local plan form the
-layout, which crosses over only when it has changed. The copy runs in a thread, overlapped with the next forward and
-backward; the training loop waits for it before the optimizer changes anything.
-
-The planner below is the other end: in the writer process it cuts the arena into tensors again, without copying.
+layout, which is sent only when it has changed. The copy runs in a thread, overlapped with the next forward and
+backward; the training loop waits for it before the optimizer changes anything. `planner.py` is the receiving end.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
+import mmap
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
@@ -78,7 +76,7 @@ def _signature(state: Mapping[str, Tensor]) -> list[Any]:
     """Changes whenever the layout has to: names, types, shapes, placements.
 
     Raises:
-        TypeError: a value is no tensor; names it. Anything else would have to be unpickled on load.
+        TypeError: a value is not a tensor; names it. Anything else would have to be unpickled on load.
     """
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
@@ -100,15 +98,15 @@ class ArenaStager(AsyncStager):
         self._arena, self._pinned = torch.empty(0, dtype=torch.uint8), False
         self._layout: Layout | None = None
         self._signature: list[Any] = []
-        self._known = False  # whether the writer process has the layout
+        self._sent = False  # whether the writer process has the layout
         self._views: list[Tensor] = []
         self.copied: Future[dict[str, Any]] | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
         """Start copying the flat state dict under `STATE`, which may change once `copied` is done.
 
-        The state is one value of a dict, since DCP goes about each value of what it is given in the training loop, at
-        a tenth of a millisecond each. The result of `copied` is what the planner below takes.
+        The state is one value of a dict, since DCP goes through the values of what it is given in the training loop,
+        at a tenth of a millisecond each. The result of `copied` is what `ArenaPlanner` takes.
         """
         ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
         self.copied = self._thread.submit(self._copy, state_dict[STATE], ready)
@@ -119,14 +117,14 @@ class ArenaStager(AsyncStager):
             self.copied.result()
 
     def forget(self) -> None:
-        """The writer process is a new one: tell it the layout again."""
-        self._known = False
+        """The writer process is a new one: send it the layout again."""
+        self._sent = False
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
-        self._let_go()
+        self._free()
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         self._views, self._layout = [], None
         if self._pinned:
             unpin_memory(self._arena.data_ptr())
@@ -136,8 +134,8 @@ class ArenaStager(AsyncStager):
         """An arena of `size` bytes at least, pinned for the GPU where there is one."""
         if self._arena.nbytes >= size:
             return
-        self._let_go()
-        self._arena = _shared(size)
+        self._free()
+        self._arena = shared_memory(size)
         if torch.cuda.is_available():
             try:
                 pin_memory(self._arena.data_ptr(), self._arena.nbytes)
@@ -151,8 +149,8 @@ class ArenaStager(AsyncStager):
         if self._layout is None or signature != self._signature:
             new = layout_of(state)
             self._make_room(new.bytes)
-            self._views = cut(self._arena, new)
-            self._layout, self._signature, self._known = new, signature, False
+            self._views = views(self._arena, new)
+            self._layout, self._signature, self._sent = new, signature, False
         sources = [_local(tensor) for tensor in state.values()]
         if self._stream is None or ready is None:
             torch._foreach_copy_(self._views, sources)
@@ -161,14 +159,18 @@ class ArenaStager(AsyncStager):
             with torch.cuda.stream(self._stream):
                 torch._foreach_copy_(self._views, sources, non_blocking=self._pinned)
             self._stream.synchronize()
-        layout, self._known = (None if self._known else self._layout), True
+        layout, self._sent = (None if self._sent else self._layout), True
         return {"arena": self._arena, "layout": layout, "token": self._layout.token}
 
 
-def _shared(size: int) -> Tensor:
-    """`size` bytes of shared memory, its pages there already."""
-    arena = torch.zeros(size, dtype=torch.uint8)
-    arena.share_memory_()
+def shared_memory(size: int) -> Tensor:
+    """`size` bytes of shared memory, its pages mapped already; made where they stay, so it never takes twice the size.
+
+    Raises:
+        RuntimeError: there is not enough of it.
+    """
+    arena = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+    arena[:: mmap.PAGESIZE] = 0
     return arena
 
 
@@ -177,8 +179,11 @@ def _same_device() -> Callable[[], None] | None:
     return partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
-def cut(arena: Tensor, layout: Layout) -> list[Tensor]:
-    """The tensors of `layout` as views of the arena, each with a storage that ends where it ends: none is copied."""
+def views(arena: Tensor, layout: Layout) -> list[Tensor]:
+    """The tensors of `layout` as views of the arena, each with a storage that ends where it ends: none is copied.
+
+    DCP would clone a tensor whose storage is larger than itself.
+    """
     if not layout.bytes:
         return [torch.empty(slot.shape, dtype=slot.dtype) for slot in layout.slots.values()]
     memory = (ctypes.c_char * layout.bytes).from_address(arena.data_ptr())
@@ -188,79 +193,3 @@ def cut(arena: Tensor, layout: Layout) -> list[Tensor]:
         else torch.empty(slot.shape, dtype=slot.dtype)
         for slot in layout.slots.values()
     ]
-
-
-def _bytes_of(arena: Tensor, layout: Layout) -> dict[str, memoryview]:
-    memory = memoryview((ctypes.c_char * arena.nbytes).from_address(arena.data_ptr())).cast("B")
-    return {
-        name: memory[slot.offset : slot.offset + slot.shape.numel() * slot.dtype.itemsize]
-        for name, slot in layout.slots.items()
-    }
-
-
-@dataclass
-class _Received:
-    """What the writer process keeps between saves."""
-
-    layout: Layout
-    arena: Tensor
-    tensors: dict[str, Tensor]
-    numbers: dict[str, memoryview]  # of each tensor, as bytes
-
-
-_received: _Received | None = None
-
-
-class StayingMetadata(Metadata):
-    """The metadata of a save, which stays where it is: DCP would send it to every process, and none needs it there."""
-
-    def __reduce__(self) -> Any:
-        return Metadata, ({},)
-
-
-class ArenaPlanner(DefaultSavePlanner):
-    """Plans a save of what `ArenaStager` staged. Take a new one for each save: plans are cached in the process.
-
-    DCP's own comparison of a plan with the cached one does not look at dtypes; here a plan is unchanged when its layout
-    is the very same, so that none of the cache's known traps is met. The private names of torch are used in this class
-    alone; `tests/test_checkpoint_torch.py` says what to do when they move.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=True, enable_plan_caching=True)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        global _received
-        arena, layout, token = state_dict["arena"], state_dict["layout"], state_dict["token"]
-        if layout is None:
-            if _received is None or _received.layout.token != token:
-                raise RuntimeError("the writer process does not know the layout of what it is to write")
-            layout = _received.layout
-        if _received is None or _received.layout is not layout or _received.arena.data_ptr() != arena.data_ptr():
-            tensors = dict(zip(layout.slots, cut(arena, layout), strict=True))
-            _received = _Received(layout, arena, tensors, _bytes_of(arena, layout))
-        self._save = _received
-        self.is_coordinator = is_coordinator
-        self.state_dict = dict(_received.tensors)
-        self.mappings = layout.plan.planner_data
-
-    def create_local_plan(self) -> SavePlan:
-        self.plan = self._save.layout.plan
-        if SavePlanner._cached_save_plan.get(self._cached_plans_key) is self.plan:
-            return SavePlan([], usable=False)
-        self._pending_local_plan = self.plan
-        return self.plan
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = super().create_global_plan(all_plans)
-        return plans, StayingMetadata(**vars(metadata))
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._save.tensors[write_item.index.fqn]
-
-    def resolve(self, item: WriteItem) -> tuple[Tensor, memoryview]:
-        """The tensor of `item`, and its numbers as bytes."""
-        name = item.index.fqn
-        return self._save.tensors[name], self._save.numbers[name]
