@@ -24,7 +24,7 @@ ROWS = [
     {"optim"},
     {"reclaim", "storage", "ledger", "records", "steps", "collectives", "machine"},
     {"config"},
-    {"interval", "outcome", "processes", "streams", "wording"},
+    {"interval", "outcome", "processes", "streams", "versions", "wording"},
 ]
 ROW = {name: number for number, row in enumerate(ROWS) for name in row}
 # Torch's names with an underscore that have no public twin. The operations on lists of tensors are documented ones.
