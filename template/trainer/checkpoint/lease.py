@@ -19,7 +19,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import socket
 import threading
 import time
@@ -30,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from trainer.checkpoint.commit import directories, fsync_directory, read_commit, write_durably
+from trainer.checkpoint.commit import attempt_of, directories, fsync_directory, read_commit, write_durably
 from trainer.ledger import read_events
 from trainer.outcome import Damaged, UnavailableError
 
@@ -81,8 +80,7 @@ def _highest_attempt(run_dir: Path) -> int:
     highest = 0
     with contextlib.suppress(FileNotFoundError):
         for path in run_dir.iterdir():
-            if match := re.fullmatch(r"\.step_\d+\.(\d+)(?:\.\d+)?", path.name):
-                highest = max(highest, int(match[1]))
+            highest = max(highest, attempt_of(path.name) or 0)
     for path in directories(run_dir):
         with contextlib.suppress(Damaged, UnavailableError):
             highest = max(highest, read_commit(path).attempt)
@@ -95,7 +93,7 @@ def commit_lock(run_dir: Path, epoch: int, timeout_s: float = LOCK_S) -> Iterato
 
     Raises:
         Fenced: a later attempt has begun.
-        UnavailableError: the lock could not be had in `timeout_s`; names its holder.
+        UnavailableError: the lock could not be taken in `timeout_s`; names its holder.
         OSError
     """
     with _locked(run_dir, timeout_s):
@@ -125,7 +123,7 @@ def _locked(run_dir: Path, timeout_s: float) -> Iterator[None]:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Try to flock; on mounts that know no locks it counts as had."""
+    """Try to flock; on mounts that know no locks it counts as taken."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -137,7 +135,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 class Lease:
-    """The right to write a run's checkpoints. Use `Lease.acquire`; `lost` turns true when somebody has taken over."""
+    """The right to write a run's checkpoints. Use `Lease.acquire`; `lost` turns true when another start has taken over."""
 
     def __init__(self, run_dir: Path, holder: Mapping[str, Any], descriptor: int, heartbeat_s: float) -> None:
         self.run_dir, self.holder = run_dir, holder
@@ -160,7 +158,7 @@ class Lease:
             holder_extra: what else to say of the holder in lease.json.
 
         Raises:
-            UnavailableError: somebody living holds it; the text names them and the age of their heartbeat.
+            UnavailableError: a living process holds it; the text names it and the age of its heartbeat.
             OSError
         """
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -195,7 +193,7 @@ class Lease:
         """Raise the epoch for a new start of the ranks. Returns it.
 
         Raises:
-            UnavailableError: the lease is lost, or the commit lock could not be had.
+            UnavailableError: the lease is lost, or the commit lock could not be taken.
             OSError
         """
         with _locked(self.run_dir, LOCK_S):
@@ -232,7 +230,7 @@ class Lease:
 
     def _still_mine(self) -> Record | None:
         record = read_record(self.run_dir)
-        if record is None:  # somebody removed lease.json: the lock file still says that the run is ours
+        if record is None:  # lease.json was removed: the lock file still says that the run is ours
             return Record(epoch=_highest_attempt(self.run_dir), holder=self.holder)
         if record.holder.get("id") == self.holder["id"]:
             return record
