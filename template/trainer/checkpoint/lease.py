@@ -135,7 +135,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 class Lease:
-    """The right to write a run's checkpoints. Use `Lease.acquire`; `lost` turns true when another start has taken over."""
+    """The right to write a run's checkpoints. Use `Lease.acquire`; another start may take it over (`lost`)."""
 
     def __init__(self, run_dir: Path, holder: Mapping[str, Any], descriptor: int, heartbeat_s: float) -> None:
         self.run_dir, self.holder = run_dir, holder
