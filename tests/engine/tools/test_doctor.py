@@ -49,8 +49,7 @@ def save(config: Config, step: int, content: bytes = b"metadata") -> Path:
     directory = config.run_dir / commit.directory_name(step)
     directory.mkdir(parents=True)
     (directory / ".metadata").write_bytes(content)
-    size, found = commit._read_sum(directory / ".metadata")
-    files = {".metadata": commit.FileSum(size, commit.ALGORITHM, found)}
+    files = {".metadata": commit.sum_of(content)}
     made = commit.Commit(directory, step, 0, 1, 1, time.time(), fingerprint(config), "2.13.0", "", files)
     (directory / commit.COMMIT).write_bytes(commit.encode(made))
     return directory
