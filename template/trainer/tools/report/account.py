@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trainer import ledger
 from trainer.checkpoint.commit import complete
@@ -19,14 +20,7 @@ from trainer.config.settings import CheckpointConfig, Config
 from trainer.interval import Badput, badput
 from trainer.ledger import KILLED, Event, read_events
 from trainer.steps import Step, read_steps
-from trainer.tools.report.history import (
-    INTERRUPTED,
-    RECLAIMED,
-    History,
-    Save,
-    median,
-    reconstruct,
-)
+from trainer.tools.report.history import INTERRUPTED, RECLAIMED, History, Save, median, reconstruct
 from trainer.wording import counted
 
 _OFF = 1.5  # an assumption is off when the measurement is this factor away
@@ -66,15 +60,6 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Throughput:
-    """Units per second on one number of ranks."""
-
-    world_size: int | None
-    steps: int
-    units_per_s: float  # median
-
-
-@dataclass(frozen=True)
 class Assumption:
     """A figure of the startup config beside what the run measured."""
 
@@ -97,11 +82,11 @@ class Account:
     last_step: int
     seconds: Seconds
     badput: dict[str, Badput]  # measured; promised: assumed figures, configured interval; expected: measured, current
-    assumptions: tuple[Assumption, ...]
+    assumptions: list[Assumption]
     stall_s: Spread
     write_s: Spread
     durable_s: Spread
-    throughput: tuple[Throughput, ...]
+    throughput: list[dict[str, Any]]  # world_size, steps made on that many ranks, units_per_s (median)
     unit: str  # of what the task counts
     units_per_s: float | None  # of the newest steps
     goodput_units_per_s: float | None  # units that count over the time that the run was meant to train
@@ -131,24 +116,22 @@ def account(
     run = reconstruct(events, steps, settings.every_steps, alive)
     seconds = _seconds(run)
     current_steps = _current_interval(run) or settings.every_steps
-    stall_s, write_s, durable_s = (spread(run.saves, name) for name in ("stall_s", "write_s", "durable_s"))
-    assumptions = _assumptions(events, run, settings, stall_s, durable_s, seconds)
-    made = [one.last_step or 0 for one in run.attempts]
+    assumptions = _assumptions(run, settings, seconds)
     units = sum(one.units_per_s * one.seconds for one in run.counting)
     return Account(
         run=run,
-        last_step=run.counting[-1].step if run.counting else max(made, default=0),
+        last_step=max((one.step for one in run.counting[-1:] or run.ends), default=0),
         seconds=seconds,
         badput={
             "measured": Badput(*map(seconds.share, (seconds.stall, seconds.lost, seconds.restart))),
             "promised": badput(settings.every_steps, *(one.assumed for one in assumptions)),
             "expected": badput(current_steps, *(one.found for one in assumptions)),
         },
-        assumptions=tuple(assumptions),
-        stall_s=stall_s,
-        write_s=write_s,
-        durable_s=durable_s,
-        throughput=tuple(_throughput(run)),
+        assumptions=assumptions,
+        stall_s=spread(run.saves, "stall_s"),
+        write_s=spread(run.saves, "write_s"),
+        durable_s=spread(run.saves, "durable_s"),
+        throughput=_throughput(run),
         unit=next((event.unit for event in reversed(events) if event.unit), "tokens"),
         units_per_s=median([one.units_per_s for one in run.counting[-20:]]),
         goodput_units_per_s=units / seconds.meant if seconds.meant and units else None,
@@ -157,9 +140,7 @@ def account(
 
 
 def _seconds(run: History) -> Seconds:
-    if not run.attempts:
-        return Seconds(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    elapsed = max(one.end for one in run.attempts) - run.attempts[0].start
+    elapsed = max((one.end for one in run.attempts), default=0.0) - run.attempts[0].start if run.attempts else 0.0
     trained = [(one, end) for one, end in zip(run.attempts, run.ends, strict=True) if one.last_step is not None]
     lost = sum(end.lost_s for _, end in trained)
     restart = sum(end.recovery_s or 0.0 for _, end in trained)
@@ -173,8 +154,7 @@ def _seconds(run: History) -> Seconds:
         productive = sum(one.end - one.trains for one, _ in trained) - stall - lost
     left = max(0.0, elapsed - stall - lost - restart - paused)
     productive = min(max(0.0, productive), left)
-    other = left - productive
-    parts = (productive, stall, lost, restart, paused, other)
+    parts = (productive, stall, lost, restart, paused, left - productive)
     return Seconds(*parts, elapsed=sum(parts))
 
 
@@ -202,49 +182,44 @@ def _current_interval(run: History) -> int | None:
     return Counter(distances).most_common(1)[0][0] if len(distances) >= 2 else None
 
 
-def _assumptions(
-    events: Sequence[Event],
-    run: History,
-    settings: CheckpointConfig,
-    stall_s: Spread,
-    durable_s: Spread,
-    seconds: Seconds,
-) -> list[Assumption]:
+def _assumptions(run: History, settings: CheckpointConfig, seconds: Seconds) -> list[Assumption]:
     """MTBI, step time, save time, stall and restart time, in the order in which `interval.badput` takes them."""
-    interruptions = sum(one.reason in (RECLAIMED, KILLED) for one in ledger.lifetimes(events).values())
-    mtbi_s, over = ledger.mtbi_s(events), counted(interruptions, "interruption")
+    interruptions = sum(one.reason in (RECLAIMED, KILLED) for one in ledger.lifetimes(run.events).values())
+    mtbi_s, mtbi_over = ledger.mtbi_s(run.events), counted(interruptions, "interruption")
     trained_s = seconds.meant - seconds.restart
     if interruptions == 0 and trained_s > 3 * settings.mtbi_s:  # by chance in one of 20 runs
-        mtbi_s, over = trained_s, "a run without one: at least that"
-    step_s = run.typical_s
-    stalled_s = stall_s.steady if stall_s.steady is not None else stall_s.median
+        mtbi_s, mtbi_over = trained_s, "a run without one: at least that"
+    stall_s, durable_s = spread(run.saves, "stall_s"), spread(run.saves, "durable_s")
+    stalled_s = stall_s.median if stall_s.steady is None else stall_s.steady
     if stalled_s is not None and durable_s.median is not None:  # as the run itself reckons, see `interval.retuned`
-        slowdown = next((event.slowdown for event in reversed(events) if event.slowdown is not None), 1.0)
+        slowdown = next((event.slowdown for event in reversed(run.events) if event.slowdown is not None), 1.0)
         stalled_s += max(0.0, slowdown - 1) * durable_s.median
     restarts = [one.recovery_s for one in run.interruptions if one.recovery_s is not None and one.kind != INTERRUPTED]
-    rows: list[tuple[str, float | None, str]] = [
-        ("mtbi_s", mtbi_s, over),
-        ("step_time_s", step_s, counted(len(run.steps), "step")),
-        ("save_time_s", durable_s.median, counted(durable_s.count, "save")),
-        ("save_stall_s", stalled_s, counted(stall_s.count, "save")),
-        ("restart_time_s", median(restarts), counted(len(restarts), "restart")),
-    ]
     # A stall or restart so short that no interval depends on it is no reason to edit a file.
-    matters = {"save_stall_s": 0.1 * (step_s or settings.step_time_s), "restart_time_s": math.inf}
+    short_s = 0.01 * settings.mtbi_s
+    short_stall_s = min(short_s, 0.1 * (run.typical_s or settings.step_time_s))
     found = []
-    for name, measured, text in rows:
+    for name, measured, over, matters_s in (
+        ("mtbi_s", mtbi_s, mtbi_over, 0.0),
+        ("step_time_s", run.typical_s, counted(len(run.steps), "step"), 0.0),
+        ("save_time_s", durable_s.median, counted(durable_s.count, "save"), 0.0),
+        ("save_stall_s", stalled_s, counted(stall_s.count, "save"), short_stall_s),
+        ("restart_time_s", median(restarts), counted(len(restarts), "restart"), short_s),
+    ):
         assumed = getattr(settings, name)
-        off = measured is not None and not assumed / _OFF <= measured <= assumed * _OFF
-        larger = max(assumed, measured or 0.0)
-        off = off and larger > min(0.01 * settings.mtbi_s, matters.get(name, 0.0))
-        found.append(Assumption(f"checkpoint.{name}", assumed, measured, text, off))
+        near = measured is None or assumed / _OFF <= measured <= assumed * _OFF
+        off = not near and max(assumed, measured) > matters_s
+        found.append(Assumption(f"checkpoint.{name}", assumed, measured, over, off))
     return found
 
 
-def _throughput(run: History) -> list[Throughput]:
+def _throughput(run: History) -> list[dict[str, Any]]:
     sizes = {one.attempt: one.world_size for one in run.attempts}
-    speeds: dict[int | None, list[float]] = {}
+    speeds: defaultdict[int | None, list[float]] = defaultdict(list)
     for step in run.counting:
         if step.units_per_s:
-            speeds.setdefault(sizes.get(step.attempt), []).append(step.units_per_s)
-    return [Throughput(size, len(values), statistics.median(values)) for size, values in speeds.items()]
+            speeds[sizes.get(step.attempt)].append(step.units_per_s)
+    return [
+        {"world_size": size, "steps": len(values), "units_per_s": statistics.median(values)}
+        for size, values in speeds.items()
+    ]

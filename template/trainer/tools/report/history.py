@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -75,7 +76,8 @@ class End:
 class History:
     """A run, each part in its order."""
 
-    steps: list[Step]  # those that were done again too
+    events: Sequence[Event]
+    steps: Sequence[Step]  # those that were done again too
     counting: list[Step]
     typical_s: float | None  # of a step
     attempts: list[Attempt]
@@ -92,13 +94,9 @@ class History:
 class _Part:
     """What the records hold of one attempt."""
 
-    attempt: int
     events: list[Event] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
-
-    def first(self, name: str) -> Event | None:
-        return next((event for event in self.events if event.event == name), None)
 
     def last(self, name: str) -> Event | None:
         return next((event for event in reversed(self.events) if event.event == name), None)
@@ -113,27 +111,27 @@ def reconstruct(events: Sequence[Event], steps: Sequence[Step], every_steps: int
         every_steps: the configured interval.
         alive: whether an attempt whose end nobody recorded may still be running.
     """
-    parts = {
-        number: _Part(number) for number in sorted({one.attempt for one in events} | {one.attempt for one in steps})
-    }
+    found: defaultdict[int, _Part] = defaultdict(_Part)
     for event in events:
-        parts[event.attempt].events.append(event)
+        found[event.attempt].events.append(event)
     for step in sorted(steps, key=lambda step: step.step):
-        parts[step.attempt].steps.append(step)
+        found[step.attempt].steps.append(step)
+    parts = dict(sorted(found.items()))
     for part in parts.values():
         part.saves = _saves(part.events)
-    attempts = _attempts(list(parts.values()), lifetimes(events), alive)
-    running = attempts[-1].attempt if attempts and attempts[-1].reason is None else None
+    attempts = _attempts(parts, lifetimes(events), alive)
     saves = [save for part in parts.values() for save in part.saves]
     for save in saves:
-        save.outcome = save.outcome or ("running" if save.attempt == running else "lost")
-    typical = _typical_s(part.steps for part in parts.values())
+        running = save.attempt == attempts[-1].attempt and attempts[-1].reason is None
+        save.outcome = save.outcome or ("running" if running else "lost")
+    typical_s = _typical_s(part.steps for part in parts.values())
     return History(
-        steps=list(steps),
+        events=events,
+        steps=steps,
         counting=counting(steps, starts(events)),
-        typical_s=typical,
+        typical_s=typical_s,
         attempts=attempts,
-        ends=list(_ends(attempts, parts, typical or 0.0)),
+        ends=list(_ends(attempts, parts, typical_s or 0.0)),
         saves=saves,
         changes=[change for part in parts.values() for change in _changes(part.events, every_steps)],
     )
@@ -172,31 +170,31 @@ def _saves(events: Iterable[Event]) -> list[Save]:
     return found
 
 
-def _attempts(parts: Sequence[_Part], lives: Mapping[int, Lifetime], alive: bool) -> list[Attempt]:
-    has_steps = any(part.steps for part in parts)
+def _attempts(parts: Mapping[int, _Part], lives: Mapping[int, Lifetime], alive: bool) -> list[Attempt]:
+    has_steps = any(part.steps for part in parts.values())
     found: list[Attempt] = []
-    for part, following in itertools.zip_longest(parts, parts[1:]):
+    for (number, part), following in itertools.zip_longest(parts.items(), [*parts][1:]):
         before = found[-1].end if found else 0.0
-        life = lives.get(part.attempt, Lifetime(before, before, KILLED if following else None))
+        life = lives.get(number, Lifetime(before, before, KILLED if following else None))
         began, stopped = part.last("attempt_started"), part.last("stopped")
         trains = began.time if began else life.start
         end = max(stopped.time if stopped else life.end, trains)
         if life.reason in (None, KILLED):  # nobody wrote down when: it lived at least for its steps
             stalls = sum(save.stall_s or 0.0 for save in part.saves)
             lived = trains + sum(step.seconds for step in part.steps) + stalls
-            latest = lives[following.attempt].start if following and following.attempt in lives else math.inf
+            latest = lives[following].start if following in lives else math.inf
             end = max(min(max(end, lived), latest), life.end)
         start_step = began.step if began else None
+        last_step = part.steps[-1].step if part.steps else None
         if start_step is None and part.steps:
             start_step = part.steps[0].step - 1
-        last_step = part.steps[-1].step if part.steps else None
         if not has_steps:  # no metrics: what the events say of steps must do
             named = (event.step for event in part.events if event.event in _NAME_LAST_STEP)
             last_step = max((step for step in named if step is not None), default=None)
-        typical = _typical_s([part.steps])
+        typical_s = _typical_s([part.steps])
         found.append(
             Attempt(
-                attempt=part.attempt,
+                attempt=number,
                 start=life.start,
                 trains=trains,
                 end=end,
@@ -204,36 +202,35 @@ def _attempts(parts: Sequence[_Part], lives: Mapping[int, Lifetime], alive: bool
                 world_size=began.world_size if began else None,
                 start_step=start_step,
                 last_step=last_step,
-                startup_step_s=max(0.0, part.steps[0].seconds - typical) if typical else 0.0,
+                startup_step_s=max(0.0, part.steps[0].seconds - typical_s) if typical_s else 0.0,
             )
         )
     return found
 
 
 def _ends(attempts: Sequence[Attempt], parts: Mapping[int, _Part], typical_s: float) -> Iterator[End]:
-    for index, one in enumerate(attempts):
-        part = parts[one.attempt]
-        trained = (place for place in range(index + 1, len(attempts)) if attempts[place].last_step is not None)
-        next_trained = next(trained, None)
-        later = attempts[index + 1 : None if next_trained is None else next_trained + 1]
+    for index, one in enumerate(attempts, start=1):
+        part, made = parts[one.attempt], one.last_step or 0
+        untrained = list(itertools.takewhile(lambda each: each.last_step is None, attempts[index:]))
+        later = attempts[index : index + len(untrained) + 1]  # to the first one that made a step, if there is one
         kept = _resume_step(one, later, parts)
-        said = next((event for each in later if (event := parts[each.attempt].first("resumed"))), None)
+        said = next((event for each in later if (event := parts[each.attempt].last("resumed"))), None)
         lost_steps, lost_s = (said.lost_steps, said.lost_s) if said and one.last_step is not None else (None, None)
         if lost_steps is None:
-            lost_steps = max(0, (one.last_step or 0) - kept)
+            lost_steps = max(0, made - kept)
         if lost_s is None:  # the stall of a save that was not resumed from is lost too
             stalls = [save.stall_s or 0.0 for save in part.saves if (save.step or 0) > kept]
             again = [step.seconds for step in part.steps if step.step > kept]
             lost_s = sum(again) + sum(stalls) if again else lost_steps * typical_s
-        recovery_s, paused_s = (None, 0.0) if next_trained is None else _gap([one, *later])
+        recovery_s, paused_s = _gap([one, *later]) if len(later) > len(untrained) else (None, 0.0)
         notice = part.last("reclaim_noticed")
         yield End(
             attempt=one.attempt,
             kind=CRASHED if one.reason == Reason.UNAVAILABLE and one.last_step is not None else one.reason,
             time=one.end,
-            source=notice.source or "" if notice else "",
-            decision=notice.decision or "" if notice else "",
-            step=max(one.last_step or 0, kept + lost_steps),
+            source=(notice and notice.source) or "",
+            decision=(notice and notice.decision) or "",
+            step=max(made, kept + lost_steps),
             kept_step=kept,
             lost_steps=lost_steps,
             lost_s=lost_s if lost_steps else 0.0,

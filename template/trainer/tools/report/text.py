@@ -14,11 +14,12 @@ import click
 
 from trainer.config.load import load_config
 from trainer.config.settings import CheckpointConfig, Config
+from trainer.ledger import KILLED
 from trainer.outcome import ConfigError
 from trainer.tools.report.account import Account, read_account
 from trainer.tools.report.advice import suggestions
 from trainer.tools.report.history import KINDS, End, median
-from trainer.tools.report.plot import draw
+from trainer.tools.report.plot import OTHER, draw
 from trainer.wording import counted, percent, span
 
 _ALIVE_S = 60.0  # a run whose newest sign of life is older than this has ended
@@ -40,14 +41,19 @@ def report(overrides: Sequence[str], as_json: bool = False, plot: Path | None = 
     if plot is not None and plot.suffix.lower() not in (".png", ".svg"):
         raise ConfigError(f"command line: --plot is {str(plot)!r}; it must end in .png or .svg")
     run_dir = config.run_dir
-    age_s = max(0.0, time.time() - _sign_of_life(run_dir))
+    signs = [run_dir / "lease.json", *run_dir.glob("ledger*.jsonl"), *run_dir.glob("metrics*.jsonl")]
+    age_s = max(0.0, time.time() - max((path.stat().st_mtime for path in signs if path.exists()), default=0.0))
     found = read_account(config, alive=age_s < _ALIVE_S)
     if not found.run.attempts:
-        click.echo(
-            f"nothing recorded yet: {run_dir} has no ledger and no metrics; ./restart.sh starts the run", err=True
-        )
+        nothing = f"nothing recorded yet: {run_dir} has no ledger and no metrics; ./restart.sh starts the run"
+        click.echo(nothing, err=True)
         return 1
-    state = describe_state(found, age_s)
+    reason = found.run.attempts[-1].reason
+    state = {
+        None: f"running, last sign of life {span(age_s)} ago",
+        "finished": "finished",
+        KILLED: f"stopped without a status {span(age_s)} ago",
+    }.get(reason, f"stopped ({reason})")
     advice = suggestions(found, config.checkpoint, config.reclaim.grace_s)
     if as_json:
         click.echo(json.dumps(to_json(found, config, state, advice), indent=2))
@@ -60,29 +66,6 @@ def report(overrides: Sequence[str], as_json: bool = False, plot: Path | None = 
             raise ConfigError(f"command line: --plot {plot} cannot be written ({error.strerror})") from None
         click.echo(f"drawn: {plot}", err=as_json)
     return 0
-
-
-def _sign_of_life(run_dir: Path) -> float:
-    """Unix seconds of the newest write of a record or of the lease's heartbeat."""
-    paths = [run_dir / "lease.json", *run_dir.glob("ledger*.jsonl"), *run_dir.glob("metrics*.jsonl")]
-    return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
-
-
-def describe_state(found: Account, age_s: float) -> str:
-    """One clause: running, finished, or how the newest attempt ended."""
-    match found.run.attempts[-1].reason:
-        case None:
-            return f"running, last sign of life {span(age_s)} ago"
-        case "finished":
-            return "finished"
-        case "killed":
-            return f"stopped without a status {span(age_s)} ago"
-        case reason:
-            return f"stopped ({reason})"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# JSON
 
 
 def to_json(found: Account, config: Config, state: str, advice: Sequence[str]) -> dict[str, Any]:
@@ -122,7 +105,7 @@ def to_json(found: Account, config: Config, state: str, advice: Sequence[str]) -
             "unit": found.unit,
             "units_per_s": found.units_per_s,
             "goodput_units_per_s": found.goodput_units_per_s,
-            "by_world_size": [asdict(one) for one in found.throughput],
+            "by_world_size": found.throughput,
         },
         "interval": {
             "configured_steps": settings.every_steps,
@@ -153,10 +136,6 @@ def totals(interruptions: Sequence[End]) -> dict[str, dict[str, Any]]:
         }
         for kind, mine in found.items()
     }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Text
 
 
 def to_text(found: Account, config: Config, state: str, advice: Sequence[str]) -> list[str]:
@@ -200,10 +179,7 @@ def _time(found: Account, settings: CheckpointConfig) -> list[str]:
     seconds, target = found.seconds, settings.badput_target
     missed = found.badput["promised"].lost > target * 1.001
     rows = [["where the time went", "time", "share", "promised", "expected"]]
-    for name, part in (
-        ("productive steps", seconds.productive),
-        ("evaluation, first start, last save", seconds.other),
-    ):
+    for name, part in (("productive steps", seconds.productive), (OTHER, seconds.other)):
         rows.append([name, span(part), percent(seconds.share(part))])
     for name, key, part in (
         ("stalled by saves", "stall", seconds.stall),
@@ -211,8 +187,7 @@ def _time(found: Account, settings: CheckpointConfig) -> list[str]:
         ("restarts", "restart", seconds.restart),
         ("badput", "total", seconds.stall + seconds.lost + seconds.restart),
     ):
-        shares = (percent(getattr(badput, key)) for badput in found.badput.values())
-        rows.append([name, span(part), *shares])
+        rows.append([name, span(part), *(percent(getattr(one, key)) for one in found.badput.values())])
     mtbi, *_ = found.assumptions
     return [
         *table(rows),
@@ -249,8 +224,8 @@ def _throughput(found: Account, settings: CheckpointConfig) -> list[str]:
         return ["throughput: not measured yet"]
     rows = [["throughput", "steps", f"{found.unit}/s (median)"]]
     for one in found.throughput:
-        ranks = counted(one.world_size, "rank") if one.world_size else "ranks unknown"
-        rows.append([ranks, str(one.steps), f"{one.units_per_s:,.0f}"])
+        ranks = counted(one["world_size"], "rank") if one["world_size"] else "ranks unknown"
+        rows.append([ranks, str(one["steps"]), f"{one['units_per_s']:,.0f}"])
     lines = table(rows)
     if found.units_per_s and found.goodput_units_per_s:
         lines.append(
@@ -268,13 +243,9 @@ def _interval(found: Account, settings: CheckpointConfig) -> list[str]:
         lines.append(f"  {len(changes) - _SHOWN} earlier changes: --json lists all")
     for change in changes[-_SHOWN:]:
         at = f"attempt {change.attempt}" + (f", step {change.step}" if change.step is not None else "")
-        figures = (
-            ("step", change.step_time_s),
-            ("save", change.save_time_s),
-            ("stall", change.save_stall_s),
-            ("MTBI", change.mtbi_s),
-        )
-        measured = ", ".join(f"{name} {span(value)}" for name, value in figures if value is not None)
+        figures = {"step": change.step_time_s, "save": change.save_time_s, "stall": change.save_stall_s}
+        figures["MTBI"] = change.mtbi_s
+        measured = ", ".join(f"{name} {span(value)}" for name, value in figures.items() if value is not None)
         why = "; ".join(filter(None, (measured, change.warning)))
         lines.append(f"  {at}: {change.before} -> {change.every_steps}" + (f" ({why})" if why else ""))
     return lines
