@@ -35,12 +35,12 @@ class Records:
 
     def __init__(self, run_dir: Path, name: str, attempt: int, append: bool | None = None) -> None:
         self.path = run_dir / f"{name}.jsonl"
-        self._append = mount.inspect(run_dir).appends if append is None else append
+        append = mount.inspect(run_dir).kind is not mount.Kind.OBJECT_STORE if append is None else append
         self._segment = run_dir / f"{name}.{attempt:08d}.{os.getpid()}.jsonl"
         self._descriptor: int | None = None
         self.waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
         self._torn = False  # the file may end in a piece of a line
-        self._local = None if self._append else Path(tempfile.mkdtemp(prefix="records_")) / self._segment.name
+        self._local = None if append else Path(tempfile.mkdtemp(prefix="records_")) / self._segment.name
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line, after those that wait. Raises OSError: it waits too."""

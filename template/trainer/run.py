@@ -157,9 +157,9 @@ class Run:
         world, size = self.world, checkpoint_bytes(self.task)
         nodes = -(-world.size // world.local_size)
         check = partial(check_room, self.config, size, "estimated from the model", world.local_size, nodes, 0)
-        lines = on_each(world.control, check)
+        line = on_each(world.control, check)
         if world.is_main:
-            print(*lines, sep="\n", flush=True)
+            print(line, flush=True)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 

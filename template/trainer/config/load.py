@@ -30,7 +30,12 @@ def load_config(overrides: Iterable[str] = (), project: Path = PROJECT) -> Confi
     values: dict[str, tuple[Any, str]] = {}  # dotted key -> (raw value, where it stands)
     for file in FILE_SECTIONS:
         values |= {key: (value, str(file)) for key, value in _read(project, file).items()}
-    given = dict(_key_and_value(override) for override in overrides)
+    given = {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ConfigError(f"{_COMMAND_LINE}: {override!r} is not KEY=VALUE, such as train.steps=100")
+        given[key] = value
     if "checkpoint.every_steps" in given:
         given.setdefault("checkpoint.retune", "false")
     values |= {key: (value, _COMMAND_LINE) for key, value in given.items()}
@@ -111,7 +116,7 @@ def _read(project: Path, file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: holds {tree!r}; it must be sections of keys ({', '.join(sections)})")
     values: dict[str, Any] = {}
     for section, body in (tree or {}).items():
-        if section == "task" and "model" in sections:
+        if section == "task" and file == CONFIG_FILE:
             values["task"] = body
         elif section not in sections:
             others = [str(other) for other, names in FILE_SECTIONS.items() if section in names]
@@ -122,13 +127,6 @@ def _read(project: Path, file: Path) -> dict[str, Any]:
         else:
             values |= {f"{section}.{name}": value for name, value in (body or {}).items()}
     return values
-
-
-def _key_and_value(override: str) -> tuple[str, str]:
-    key, equals, value = override.partition("=")
-    if not equals:
-        raise ConfigError(f"{_COMMAND_LINE}: {override!r} is not KEY=VALUE, such as train.steps=100")
-    return key, value
 
 
 def _require_known(key: str, where: str, kinds: Mapping[str, type]) -> None:
@@ -186,10 +184,6 @@ def _parse(value: Any, hint: Any, where: str, key: str) -> Any:
     return parsed
 
 
-def _boolean(value: Any) -> bool:
-    return _BOOLEANS[str(value).lower()]
-
-
 def _text(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float | None):
         raise TypeError
@@ -212,7 +206,7 @@ def _whole_number(value: Any) -> int:
 
 _BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 _PARSERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
-    bool: (_boolean, "true or false"),
+    bool: (lambda value: _BOOLEANS[str(value).lower()], "true or false"),
     str: (_text, "text"),
     int: (_whole_number, "a whole number"),
     float: (_number, "a finite number"),

@@ -84,8 +84,7 @@ def _run(config: Config, inbox: Inbox, gpus: int | None, command: Callable[..., 
     _show_plan(config, ranks, nodes)
     if saved:  # else rank 0 looks, once it has the model
         size, source = saved[0].bytes, f"as step {saved[0].step}"
-        for line in capacity.check_room(config, size, source, ranks.count, nodes.count, len(saved)):
-            say(line)
+        say(capacity.check_room(config, size, source, ranks.count, nodes.count, len(saved)))
     with ExitStack() as stack:
         runtime = Path(tempfile.mkdtemp(prefix="trainer-"))
         stack.callback(shutil.rmtree, runtime, ignore_errors=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
+import shutil
 from pathlib import Path
 
 from trainer.config.settings import Config
@@ -12,23 +12,23 @@ from trainer.storage.mount import Kind, inspect
 from trainer.wording import counted, size
 
 
-def check_room(config: Config, checkpoint_bytes: int, source: str, ranks: int, nodes: int, complete: int) -> list[str]:
+def check_room(config: Config, needed: int, source: str, ranks: int, nodes: int, complete: int) -> str:
     """See that checkpoints fit on the disk and their staged copy in memory.
 
     Args:
-        checkpoint_bytes: of one checkpoint; `source` says in words where the figure is from.
+        needed: bytes of one checkpoint; `source` says in words where the figure is from.
         ranks: of this node.
         complete: checkpoints that are there already.
 
     Returns:
-        What a person should know, one line each.
+        What a person should know of the disk, one line.
 
     Raises:
         ConfigError: with the numbers, and what to change.
     """
-    line = check_disk(config, checkpoint_bytes, source, complete)
-    check_memory(config, checkpoint_bytes, source, ranks, nodes)
-    return [line]
+    line = check_disk(config, needed, source, complete)
+    check_memory(config, needed, source, ranks, nodes)
+    return line
 
 
 def check_disk(config: Config, needed: int, source: str, complete: int) -> str:
@@ -36,7 +36,7 @@ def check_disk(config: Config, needed: int, source: str, complete: int) -> str:
     wanted = max(1, config.checkpoint.keep_last + 1 - complete)
     if inspect(config.run_dir).kind is Kind.OBJECT_STORE:
         return f"a checkpoint takes {size(needed)} ({source}); an object store does not say how much room it has"
-    free = _free(config.run_dir)
+    free = shutil.disk_usage(config.run_dir).free
     if free < wanted * needed:
         raise ConfigError(
             f"{config.run_dir} has {size(free)} free, too little for {counted(wanted, 'more checkpoint')} of "
@@ -66,7 +66,7 @@ def check_memory(config: Config, needed: int, source: str, ranks: int, nodes: in
 def free_shared_memory() -> int | None:
     """Free bytes of /dev/shm; None where there is none."""
     try:
-        return _free(Path("/dev/shm"))
+        return shutil.disk_usage("/dev/shm").free
     except OSError:
         return None
 
@@ -81,11 +81,6 @@ def free_memory() -> int | None:
         cache = re.search(r"^inactive_file (\d+)", _text(group / "memory.stat"), re.M)
         found.append(int(limit) - int(used) + (int(cache[1]) if cache else 0))
     return min(found, default=None)
-
-
-def _free(directory: Path) -> int:
-    disk = os.statvfs(directory)
-    return disk.f_bavail * disk.f_frsize
 
 
 def _text(path: Path) -> str:

@@ -16,7 +16,7 @@ class Kind(StrEnum):
     EPHEMERAL = "the instance's own disk"
     LOCAL = "disk"
     NETWORK = "network file system"
-    OBJECT_STORE = "object store"
+    OBJECT_STORE = "object store"  # no appending to a file, no renaming of a directory in one step
     UNKNOWN = "unknown"
 
 
@@ -29,6 +29,7 @@ _TYPES = {
     Kind.LOCAL: "ext2 ext3 ext4 xfs btrfs zfs f2fs bcachefs jfs reiserfs ntfs3",
 }
 _KINDS = {fstype: kind for kind, types in _TYPES.items() for fstype in types.split()}
+_CONTAINER_VARIABLES = {"KUBERNETES_SERVICE_HOST", "container"}
 _EPHEMERAL_DEVICES = re.compile(
     r"Amazon EC2 NVMe Instance Storage|google-local-(nvme-)?ssd|local-nvme-ssd|Microsoft NVMe Direct Disk|nvme_card",
     re.I,
@@ -37,46 +38,38 @@ _EPHEMERAL_DEVICES = re.compile(
 
 @dataclass(frozen=True)
 class MountLine:
-    """One line of mountinfo: mount point, type, source, options, `major:minor`, and the root within the source."""
+    """One line of mountinfo."""
 
     point: str
     fstype: str
     source: str
     options: str
-    device: str
-    root: str
+    device: str  # major:minor
+    root: str  # within the source
 
 
 @dataclass(frozen=True)
 class Mount:
-    """The mount that a path is on, and what it means for checkpoints.
-
-    `verdict`: PASS, WARN or FAIL (would not survive a reclaim); `why` is one clause for people.
-    """
+    """The mount that a path is on, and what it means for checkpoints."""
 
     point: Path
     fstype: str
     kind: Kind
-    verdict: str
-    why: str
-
-    @property
-    def appends(self) -> bool:
-        """Whether lines can be appended to a file there by several processes."""
-        return self.kind is not Kind.OBJECT_STORE
+    verdict: str  # PASS, WARN or FAIL (would not survive a reclaim)
+    why: str  # one clause for people
 
 
 def inspect(path: Path) -> Mount:
     """Which mount `path` (or the nearest parent that exists) is on, and whether it can be trusted."""
-    resolved = path.resolve()
+    resolved, text = path.resolve(), ""
     while not resolved.exists():
         resolved = resolved.parent
-    try:
+    with contextlib.suppress(OSError):
         text = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
-    except OSError:
-        text = ""
     line = mount_of(str(resolved), parse_mountinfo(text))
-    return judge(line, _in_container(), _device_name(line.device) if line else "")
+    files = (Path("/.dockerenv"), Path("/run/.containerenv"))  # the root of a container is thrown away with it
+    in_container = any(file.exists() for file in files) or bool(_CONTAINER_VARIABLES & os.environ.keys())
+    return judge(line, in_container, _device_name(line.device) if line else "")
 
 
 def parse_mountinfo(text: str) -> list[MountLine]:
@@ -136,12 +129,6 @@ def _kind(line: MountLine, in_container: bool, device: str) -> Kind:
     if line.fstype == "fuse" and not line.source.startswith("/"):  # it is named after a bucket
         return Kind.OBJECT_STORE
     return kind
-
-
-def _in_container() -> bool:
-    """Whether this process runs in a container whose root is thrown away with it."""
-    files = (Path("/.dockerenv"), Path("/run/.containerenv"))
-    return any(file.exists() for file in files) or bool({"KUBERNETES_SERVICE_HOST", "container"} & os.environ.keys())
 
 
 def _device_name(number: str) -> str:

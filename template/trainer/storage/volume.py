@@ -42,8 +42,12 @@ def probe(directory: Path) -> Capabilities:
     try:
         file.write_bytes(b"1")
         with contextlib.suppress(OSError):
-            _fsync(file, os.O_RDWR)
-            _fsync(place, os.O_RDONLY | os.O_DIRECTORY)
+            for path, flags in ((file, os.O_RDWR), (place, os.O_RDONLY | os.O_DIRECTORY)):
+                descriptor = os.open(path, flags)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
             fsync = True
         with contextlib.suppress(OSError):
             place.rename(moved)
@@ -52,14 +56,6 @@ def probe(directory: Path) -> Capabilities:
         for left in (place, moved):
             shutil.rmtree(left, ignore_errors=True)
     return Capabilities(renamed and inspect(directory).kind is not Kind.OBJECT_STORE, fsync)
-
-
-def _fsync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def commit_mode(config: Config) -> Literal["rename", "manifest"]:
@@ -88,12 +84,22 @@ def prepare(config: Config) -> list[str]:
             f"volume.mount is {volume!r}, which does not exist; attach the volume there, or set volume.mount to "
             f"where it is (empty: none, you vouch for checkpoint.dir)"
         )
-    found = _make(config)
+    directory = config.run_dir
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        found = probe(directory)
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):
+            raise UnavailableError(f"{directory} fails ({error.strerror})") from None
+        raise ConfigError(
+            f"checkpoint.dir is {config.checkpoint.dir!r}: {error.filename or directory} cannot be written "
+            f"({error.strerror}); it must be a writable place on a persistent disk"
+        ) from None
     if config.checkpoint.commit == "rename" and not found.rename_atomic:
         raise ConfigError(
             "checkpoint.commit is 'rename' and directories do not rename atomically there; it must be auto or manifest"
         )
-    mount = inspect(config.run_dir)
+    mount = inspect(directory)
     survived = _mark(config) if volume else None
     if mount.verdict == "FAIL" and volume and not config.volume.allow_ephemeral:
         raise ConfigError(
@@ -105,26 +111,11 @@ def prepare(config: Config) -> list[str]:
         lines.append(f"warning: checkpoint.dir {root} {mount.why}")
     if survived is False:
         lines.append(f"warning: {root} did not survive the last restart of this machine")
-    if not config.run_dir.resolve().is_relative_to(Path(volume or "/").resolve()):
+    if not directory.resolve().is_relative_to(Path(volume or "/").resolve()):
         lines.append(f"warning: checkpoint.dir {root} is not on the volume {volume!r}")
     elif volume and not os.path.ismount(volume) and mount.point != Path(volume).resolve():
         lines.append(f"warning: nothing is mounted at volume.mount {volume!r}; checkpoints go to {mount.point}")
     return lines
-
-
-def _make(config: Config) -> Capabilities:
-    """Make the run's directory and try it. Raises ConfigError, UnavailableError."""
-    directory = config.run_dir
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        return probe(directory)
-    except OSError as error:
-        if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):
-            raise UnavailableError(f"{directory} fails ({error.strerror})") from None
-        raise ConfigError(
-            f"checkpoint.dir is {config.checkpoint.dir!r}: {error.filename or directory} cannot be written "
-            f"({error.strerror}); it must be a writable place on a persistent disk"
-        ) from None
 
 
 def _mark(config: Config) -> bool | None:

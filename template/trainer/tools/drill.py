@@ -18,10 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import psutil
@@ -39,8 +39,7 @@ from trainer.wording import counted
 _POLL_S = 0.02
 
 
-@dataclass(frozen=True)
-class Tolerance:
+class Tolerance(NamedTuple):
     """Largest relative difference between two runs that do the same sums in another order."""
 
     loss: float
@@ -56,8 +55,7 @@ FP32 = Tolerance(loss=1e-5, grad_norm=1e-4, state=5e-3, why=f"{_ORDER} (fp32)")
 BF16 = Tolerance(loss=1e-2, grad_norm=1e-1, state=5e-2, why=f"{_ORDER} (bf16)")
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One line of the verdict."""
 
     name: str
@@ -76,6 +74,18 @@ class Recovery:
     load_s: float  # of start_s, the checkpoint
     units_per_s_before: float
     units_per_s_after: float
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Both runs, as they are on the disk, and the lines of their metrics that count."""
+
+    whole: Config
+    cut: Config
+    expected: list[Step]
+    found: list[Step]
+    before: list[Step]  # of the interrupted run, until the SIGKILL
+    recovery: Recovery
 
 
 class RunFailed(Exception):
@@ -99,7 +109,11 @@ def drill(overrides: Sequence[str], *, save_ranks: int, resume_ranks: int, steps
         )
     output = (output or PROJECT / "drill").absolute()
     settings = _settings(overrides, steps, small=not gpus)
-    load_config(settings)  # refuses what does not fit now, not after minutes
+    train = load_config(settings).train  # refuses what does not fit now, not after minutes
+    if train.reproducible != "false":  # a drill asks for it unless it is told otherwise
+        tolerance = EXACT
+    else:
+        tolerance = FP32 if train.dtype == "float32" or (train.dtype == "auto" and not gpus) else BF16
     try:
         output.mkdir(parents=True, exist_ok=True)
         for name in ("drill.json", "drill.png"):  # of an earlier drill
@@ -107,36 +121,37 @@ def drill(overrides: Sequence[str], *, save_ranks: int, resume_ranks: int, steps
         folder = Path(tempfile.mkdtemp(prefix="runs-", dir=output))
     except OSError as error:
         raise ConfigError(f"--output is {output} ({error.strerror}); it must be a folder that can be written") from None
-    settings.append(f"checkpoint.dir={folder}")
 
-    began = time.monotonic()
+    began, passed, written = time.monotonic(), False, "drill.json"
     verdict: dict[str, Any] = {"passed": False, "save_ranks": save_ranks, "resume_ranks": resume_ranks, "steps": steps}
     verdict |= {"device": "gpu" if gpus else "cpu", "overrides": list(overrides)}
     try:
-        runs = _rehearse(settings, save_ranks, resume_ranks, folder)
-        tolerance = _tolerance(runs.whole, gpus)
-        checks = _compare(runs, steps, tolerance)
-        verdict["judged"] = tolerance.why
-        verdict["passed"] = all(check.passed for check in checks)
-        verdict |= {"checks": [asdict(check) for check in checks], "recovery": asdict(runs.recovery)}
-        lines = {"uninterrupted": runs.expected, "interrupted": runs.found, "lost": runs.lost}
-        verdict |= {name: [asdict(line) for line in made] for name, made in lines.items()}
+        runs = _rehearse([*settings, f"checkpoint.dir={folder}"], save_ranks, resume_ranks, folder)
+        resumed_from = runs.recovery.resumed_from_step
+        click.echo(f"5. compared with the run that was never interrupted, {tolerance.why}")
+        checks = compare_lines(runs.expected, runs.found, steps, tolerance)
+        checks += compare_checkpoints(runs.whole.run_dir, runs.cut.run_dir, resumed_from, tolerance)
         _print(checks, runs.recovery, save_ranks, resume_ranks)
         _draw(runs, f"{save_ranks} → {resume_ranks} ranks", output / "drill.png")
+        passed, written = all(check.passed for check in checks), "drill.json, drill.png"
+        lost = [line for line in runs.before if line.step > resumed_from]  # they had to be done again
+        verdict |= {"judged": tolerance.why, "checks": [check._asdict() for check in checks]}
+        verdict["recovery"] = asdict(runs.recovery)
+        for name, lines in (("uninterrupted", runs.expected), ("interrupted", runs.found), ("lost", lost)):
+            verdict[name] = [asdict(line) for line in lines]
     except RunFailed as failure:
         click.echo(f"   {failure}")
         verdict["error"] = str(failure)
-    verdict["seconds"] = round(time.monotonic() - began, 1)
+    verdict |= {"passed": passed, "seconds": round(time.monotonic() - began, 1)}
     (output / "drill.json").write_text(json.dumps(verdict, indent=1))
 
-    word = click.style("PASSED", fg="green") if verdict["passed"] else click.style("FAILED", fg="red", bold=True)
-    written = "drill.json, drill.png" if "checks" in verdict else "drill.json"
+    word = click.style("PASSED", fg="green") if passed else click.style("FAILED", fg="red", bold=True)
     click.echo(f"{word} in {verdict['seconds']:.0f} s; in {output}: {written}")
-    if verdict["passed"]:
+    if passed:
         shutil.rmtree(folder)
     else:
         click.echo(f"the runs and their logs are kept in {folder}")
-    return 0 if verdict["passed"] else 1
+    return 0 if passed else 1
 
 
 def _settings(overrides: Sequence[str], steps: int, small: bool) -> list[str]:
@@ -154,60 +169,46 @@ def _settings(overrides: Sequence[str], steps: int, small: bool) -> list[str]:
     return [
         *(f"{key}={value}" for key, value in defaults.items() if key not in given),
         *overrides,
-        *(f"{k}={v}" for k, v in fixed.items()),
+        *(f"{key}={value}" for key, value in fixed.items()),
     ]
-
-
-def _tolerance(config: Config, gpus: int) -> Tolerance:
-    """How far apart two such runs may be."""
-    if config.train.reproducible != "false":  # a drill asks for it unless it is told otherwise
-        return EXACT
-    return FP32 if config.train.dtype == "float32" or (config.train.dtype == "auto" and not gpus) else BF16
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Running
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Both runs, as they are on the disk, and the lines of their metrics that count."""
-
-    whole: Config
-    cut: Config
-    expected: list[Step]
-    found: list[Step]
-    before: list[Step]  # of the interrupted run, until the SIGKILL
-    recovery: Recovery
-
-    @property
-    def lost(self) -> list[Step]:
-        """Lines of steps that had to be done again."""
-        return [line for line in self.before if line.step > self.recovery.resumed_from_step]
-
-
 def _rehearse(settings: Sequence[str], save_ranks: int, resume_ranks: int, folder: Path) -> Runs:
     """Steps 1 to 4. Raises RunFailed."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves like Ctrl-C: through what ends the runs
     whole, cut = (load_config([*settings, f"run.name={name}"]) for name in ("uninterrupted", "interrupted"))
-    with _ended_by_signals():
-        click.echo(f"1. {whole.train.steps} steps on {counted(save_ranks, 'rank')} without an interruption")
-        with _Run(settings, whole, save_ranks, folder / "uninterrupted.log") as run:
-            run.wait()
-        every = "every step" if whole.checkpoint.every_steps == 1 else f"every {whole.checkpoint.every_steps} steps"
-        click.echo(f"2. the same again, saved {every}")
-        with _Run(settings, cut, save_ranks, folder / "interrupted.log") as run:
-            run.wait_for(lambda: _is_time_to_kill(cut))
-            killed = time.time()
-            processes = run.kill()
-        before = read_counting(cut.run_dir)
-        click.echo(f"3. SIGKILL to all {processes} processes after step {before[-1].step}")
-        click.echo(f"4. resumed on {counted(resume_ranks, 'rank')}")
-        with _Run(settings, cut, resume_ranks, folder / "resumed.log") as run:
-            run.wait_for(lambda: read_counting(cut.run_dir)[-1].attempt > before[-1].attempt)
-            first_step_s = time.time() - killed
-            run.wait()
-    recovery = _recovery(cut, before, killed, first_step_s)
-    return Runs(whole, cut, read_counting(whole.run_dir), read_counting(cut.run_dir), before, recovery)
+    click.echo(f"1. {whole.train.steps} steps on {counted(save_ranks, 'rank')} without an interruption")
+    with _Run(settings, whole, save_ranks, folder / "uninterrupted.log") as run:
+        run.wait()
+    every = "every step" if whole.checkpoint.every_steps == 1 else f"every {whole.checkpoint.every_steps} steps"
+    click.echo(f"2. the same again, saved {every}")
+    with _Run(settings, cut, save_ranks, folder / "interrupted.log") as run:
+        run.wait_for(lambda: _is_time_to_kill(cut))
+        killed = time.time()
+        processes = run.kill()
+    before = read_counting(cut.run_dir)
+    click.echo(f"3. SIGKILL to all {processes} processes after step {before[-1].step}")
+    click.echo(f"4. resumed on {counted(resume_ranks, 'rank')}")
+    with _Run(settings, cut, resume_ranks, folder / "resumed.log") as run:
+        run.wait_for(lambda: read_counting(cut.run_dir)[-1].attempt > before[-1].attempt)
+        first_step_s = time.time() - killed
+        run.wait()
+    found, events = read_counting(cut.run_dir), read_events(cut.run_dir)
+    started = [event for event in events if event.event == "attempt_started"][-1]
+    recovery = Recovery(
+        killed_after_step=before[-1].step,
+        resumed_from_step=started.step or 0,
+        start_s=round(started.time - killed, 2),
+        first_step_s=round(first_step_s, 2),
+        load_s=next((event.load_s or 0.0 for event in reversed(events) if event.event == "resumed"), 0.0),
+        units_per_s_before=_steady(before),
+        units_per_s_after=_steady([line for line in found if line.attempt == started.attempt]),
+    )
+    return Runs(whole, cut, read_counting(whole.run_dir), found, before, recovery)
 
 
 def _is_time_to_kill(config: Config) -> bool:
@@ -216,6 +217,11 @@ def _is_time_to_kill(config: Config) -> bool:
     saved = max((found.step for found in commit.complete(config.run_dir)), default=0)
     lines = read_counting(config.run_dir)
     return saved >= 2 * every and bool(lines) and lines[-1].step >= saved + max(1, every // 2)
+
+
+def _steady(lines: Sequence[Step]) -> float:
+    """Median units per second without the first two steps, which warm up."""
+    return float(statistics.median(line.units_per_s for line in (lines[2:] or lines)))
 
 
 class _Run:
@@ -251,9 +257,8 @@ class _Run:
 
     def kill(self) -> int:
         """SIGKILL to all of its processes, as when the machine is gone. Returns how many there were."""
-        processes = [psutil.Process(self.process.pid)]
-        with contextlib.suppress(psutil.NoSuchProcess):
-            processes += processes[0].children(recursive=True)
+        launcher = psutil.Process(self.process.pid)
+        processes = [launcher, *launcher.children(recursive=True)]
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -271,66 +276,17 @@ class _Run:
         return RunFailed(f"a run of the drill ended with exit code {code}: {last} (all of it: {self.log})")
 
 
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM leaves like Ctrl-C does: through the blocks that end the runs."""
-
-    def leave(number: int, frame: object) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _recovery(config: Config, before: Sequence[Step], killed: float, first_step_s: float) -> Recovery:
-    events = read_events(config.run_dir)
-    started = [event for event in events if event.event == "attempt_started"][-1]
-    resumed = [event for event in events if event.event == "resumed"]
-    after = [line for line in read_counting(config.run_dir) if line.attempt == started.attempt]
-    return Recovery(
-        killed_after_step=before[-1].step,
-        resumed_from_step=started.step or 0,
-        start_s=round(started.time - killed, 2),
-        first_step_s=round(first_step_s, 2),
-        load_s=resumed[-1].load_s or 0.0 if resumed else 0.0,
-        units_per_s_before=_steady(before),
-        units_per_s_after=_steady(after),
-    )
-
-
-def _steady(lines: Sequence[Step]) -> float:
-    """Median units per second without the first two steps, which warm up."""
-    return float(statistics.median(line.units_per_s for line in (lines[2:] or lines)))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Comparing
-
-
-def _compare(runs: Runs, steps: int, tolerance: Tolerance) -> list[Check]:
-    """Step 5."""
-    click.echo(f"5. compared with the run that was never interrupted, {tolerance.why}")
-    return [
-        *compare_lines(runs.expected, runs.found, steps, tolerance),
-        *compare_checkpoints(runs.whole.run_dir, runs.cut.run_dir, runs.recovery.resumed_from_step, tolerance),
-    ]
 
 
 def compare_lines(expected: Sequence[Step], found: Sequence[Step], steps: int, tolerance: Tolerance) -> list[Check]:
     """The metrics of the uninterrupted run against those that count of the interrupted one, step by step."""
     by_step = {line.step: line for line in found}
     missing = [step for step in range(1, steps + 1) if step not in by_step]
-    pairs = [(line, by_step[line.step]) for line in expected if line.step in by_step]
-    checks = [
-        Check(
-            "every step once",
-            not missing and len(found) == len(by_step) and len(expected) == steps,
-            f"{len(found)} of {steps} steps" + (f", missing {missing[:5]}" if missing else ""),
-        )
-    ]
+    once = not missing and len(found) == len(by_step) and len(expected) == steps
+    text = f"{len(found)} of {steps} steps" + (f", missing {missing[:5]}" if missing else "")
+    checks = [Check("every step once", once, text)]
     for name, what, limit in (
         ("batch_hash", "samples of each batch", 0.0),
         ("samples", "samples consumed", 0.0),
@@ -338,39 +294,28 @@ def compare_lines(expected: Sequence[Step], found: Sequence[Step], steps: int, t
         ("loss", "loss", tolerance.loss),
         ("grad_norm", "gradient norm", tolerance.grad_norm),
     ):
-        values = [(line.step, getattr(line, name), getattr(other, name)) for line, other in pairs]
+        pairs = ((line, by_step[line.step]) for line in expected if line.step in by_step)
+        values = ((line.step, getattr(line, name), getattr(other, name)) for line, other in pairs)
         off = [(step, one, other) for step, one, other in values if one != other]
-        worst = max((_apart(one, other) for _, one, other in off), default=0.0)
+        apart = [abs(other - one) / max(abs(one), 1e-30) if limit else math.inf for _, one, other in off]
         if not off:
             text = "equal at every step"
         elif limit:
-            text = f"at most {worst:.1e} apart (limit {limit:.0e}), from step {off[0][0]} on"
+            text = f"at most {max(apart):.1e} apart (limit {limit:.0e}), from step {off[0][0]} on"
         else:
             text = f"differs from step {off[0][0]} on: {off[0][1]} and {off[0][2]}"
-        checks.append(Check(what, worst <= limit, text))
+        checks.append(Check(what, all(one <= limit for one in apart), text))  # NaN is not within a limit
     return checks
-
-
-def _apart(expected: Any, found: Any) -> float:
-    """Relative difference of two numbers that are not equal; infinite for what is no number."""
-    try:
-        difference = abs(found - expected) / max(abs(expected), 1e-30)
-    except TypeError:
-        return math.inf
-    return difference if math.isfinite(difference) else math.inf
 
 
 def compare_checkpoints(expected: Path, found: Path, resumed_from: int, tolerance: Tolerance) -> list[Check]:
     """Weights and optimizer state of every checkpoint that both runs have after the resume, tensor by tensor."""
-    steps = [{one.step for one in commit.complete(run_dir)} for run_dir in (expected, found)]
-    later = sorted(step for step in steps[0] & steps[1] if step > resumed_from)
+    kinds = {"weights": "model.", "optimizer state": "optim."}
+    saved, again = ({one.step for one in commit.complete(run_dir)} for run_dir in (expected, found))
+    later = sorted(step for step in saved & again if step > resumed_from)
     if not later:
-        nothing = f"no checkpoint after step {resumed_from} in both runs"
-        return [Check(kind, False, nothing) for kind in ("weights", "optimizer state")]
-    return [
-        _compare_tensors(kind, prefix, expected, found, later, tolerance.state)
-        for kind, prefix in (("weights", "model."), ("optimizer state", "optim."))
-    ]
+        return [Check(kind, False, f"no checkpoint after step {resumed_from} in both runs") for kind in kinds]
+    return [_compare_tensors(kind, prefix, expected, found, later, tolerance.state) for kind, prefix in kinds.items()]
 
 
 def _compare_tensors(kind: str, prefix: str, expected: Path, found: Path, steps: Sequence[int], limit: float) -> Check:
@@ -385,9 +330,9 @@ def _compare_tensors(kind: str, prefix: str, expected: Path, found: Path, steps:
         for name, tensor in one.items():
             if (tensor == other[name]).all():
                 continue
-            a, b = tensor.double(), other[name].double()
-            apart = _apart(a.norm().item(), a.norm().item() + (b - a).norm().item())
-            if apart > (0 if name.endswith(".step") else limit):
+            before, after = tensor.double(), other[name].double()
+            apart = ((after - before).norm() / before.norm().clamp(min=1e-30)).item()
+            if not apart <= (0 if name.endswith(".step") else limit):
                 most = f" (limit {limit:.0e})" if limit else ""
                 return Check(kind, False, f"step {step}: {name} is {apart:.1e} apart{most}")
             worst, where = max((worst, where), (apart, f"{name}, step {step}"))
@@ -406,53 +351,48 @@ def _print(checks: Sequence[Check], recovery: Recovery, save_ranks: int, resume_
         mark = click.style("pass", fg="green") if check.passed else click.style("FAIL", fg="red", bold=True)
         click.echo(f"   {mark}  {check.name:<{width}}  {check.found}")
     lost = recovery.killed_after_step - recovery.resumed_from_step
-    click.echo(
-        f"   killed after step {recovery.killed_after_step}, resumed from step {recovery.resumed_from_step}: "
-        f"{counted(lost, 'step')} done again"
-    )
-    click.echo(
-        f"   recovery {recovery.first_step_s:.1f} s from SIGKILL to the first new step: {recovery.start_s:.1f} s until "
+    for line in (
+        f"killed after step {recovery.killed_after_step}, resumed from step {recovery.resumed_from_step}: "
+        f"{counted(lost, 'step')} done again",
+        f"recovery {recovery.first_step_s:.1f} s from SIGKILL to the first new step: {recovery.start_s:.1f} s until "
         f"the ranks had loaded it ({recovery.load_s:.1f} s of them reading), "
-        f"{recovery.first_step_s - recovery.start_s:.1f} s for the step"
-    )
-    click.echo(
-        f"   {recovery.units_per_s_before:,.0f} units/s on {counted(save_ranks, 'rank')} before, "
-        f"{recovery.units_per_s_after:,.0f} on {resume_ranks} after"
-    )
+        f"{recovery.first_step_s - recovery.start_s:.1f} s for the step",
+        f"{recovery.units_per_s_before:,.0f} units/s on {counted(save_ranks, 'rank')} before, "
+        f"{recovery.units_per_s_after:,.0f} on {resume_ranks} after",
+    ):
+        click.echo(f"   {line}")
 
 
 def _draw(runs: Runs, title: str, path: Path) -> None:
     """Loss and gradient norm of both runs over the steps, the interruption marked."""
-    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(2, 1, sharex=True, figsize=(9, 6.5), layout="constrained")
-    recovery = runs.recovery
-    after = [line for line in runs.found if line.step > recovery.resumed_from_step]
-    for axes, name, label in zip(panels, ("loss", "grad_norm"), ("loss", "gradient norm"), strict=True):
-        for lines, style in (
-            (runs.expected, {"color": "0.75", "linewidth": 6, "label": "never interrupted", "solid_capstyle": "round"}),
-            (runs.before, {"color": "tab:blue", "marker": "o", "markersize": 3.5, "label": "until SIGKILL"}),
-            (after, {"color": "tab:red", "marker": "o", "markersize": 3.5, "label": "resumed"}),
-        ):
+    killed, resumed = runs.recovery.killed_after_step, runs.recovery.resumed_from_step
+    dots = {"marker": "o", "markersize": 3.5}
+    curves: list[tuple[list[Step], dict[str, Any]]] = [
+        (runs.expected, {"color": "0.75", "linewidth": 6, "label": "never interrupted", "solid_capstyle": "round"}),
+        (runs.before, {"color": "tab:blue", "label": "until SIGKILL", **dots}),
+        ([line for line in runs.found if line.step > resumed], {"color": "tab:red", "label": "resumed", **dots}),
+    ]
+    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    panels = figure.subplots(2, 1, sharex=True)
+    for axes, name in zip(panels, ("loss", "grad_norm"), strict=True):
+        for lines, style in curves:
             axes.plot([line.step for line in lines], [getattr(line, name) for line in lines], **style)
-        axes.axvline(recovery.killed_after_step, color="tab:blue", linestyle=":", linewidth=1)
-        axes.axvline(recovery.resumed_from_step, color="tab:red", linestyle=":", linewidth=1)
-        axes.axvspan(recovery.resumed_from_step, recovery.killed_after_step, color="tab:red", alpha=0.08, linewidth=0)
-        axes.set_ylabel(label)
+        axes.axvline(killed, color="tab:blue", linestyle=":", linewidth=1)
+        axes.axvline(resumed, color="tab:red", linestyle=":", linewidth=1)
+        axes.axvspan(resumed, killed, color="tab:red", alpha=0.08, linewidth=0)
+        axes.set_ylabel(name.replace("grad_", "gradient "))
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.02)
-    top = panels[0]
-    top.annotate(
-        f"killed after step {recovery.killed_after_step},\nresumed from step {recovery.resumed_from_step}",
-        (recovery.killed_after_step, 1), xycoords=("data", "axes fraction"), xytext=(6, -4),
+    panels[0].annotate(
+        f"killed after step {killed},\nresumed from step {resumed}",
+        (killed, 1), xycoords=("data", "axes fraction"), xytext=(6, -4),
         textcoords="offset points", va="top", fontsize=9,
     )  # fmt: skip
-    top.legend(frameon=False, loc="lower left")
-    top.set_title(f"Recovery drill, {title}: first new step {recovery.first_step_s:.1f} s after SIGKILL", loc="left")
-    panels[-1].set_xlabel("step")
-    panels[-1].xaxis.get_major_locator().set_params(integer=True)
+    panels[0].legend(frameon=False, loc="lower left")
+    first_step_s = runs.recovery.first_step_s
+    panels[0].set_title(f"Recovery drill, {title}: first new step {first_step_s:.1f} s after SIGKILL", loc="left")
+    panels[1].set_xlabel("step")
+    panels[1].xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)

@@ -24,7 +24,7 @@ def test_too_little_room_is_refused_with_the_numbers(config: Config) -> None:
         check_room(config, 10**13, "as step 7", ranks=1, nodes=1, complete=0)
     with pytest.raises(ConfigError, match="for 1 more checkpoint of"):
         check_room(config, 10**13, "as step 7", ranks=1, nodes=1, complete=3)
-    (line,) = check_room(config, 1_500_000, "as step 7", ranks=1, nodes=1, complete=3)
+    line = check_room(config, 1_500_000, "as step 7", ranks=1, nodes=1, complete=3)
     assert line.startswith("a checkpoint takes 1.5 MB (as step 7); ")
 
 

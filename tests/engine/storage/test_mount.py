@@ -40,7 +40,6 @@ def test_what_each_mount_is(line: str, kind: Kind, verdict: str) -> None:
     (parsed,) = parse_mountinfo(line)
     mount = judge(parsed)
     assert (mount.kind, mount.verdict) == (kind, verdict)
-    assert mount.appends == (kind is not Kind.OBJECT_STORE)
 
 
 def test_a_containers_root_that_is_a_folder_of_its_host_is_thrown_away_with_it() -> None:
