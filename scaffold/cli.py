@@ -124,7 +124,7 @@ def interval(
     if as_json:
         import json
 
-        click.echo(json.dumps(found.to_dict(), indent=2))
+        click.echo(json.dumps(found._asdict(), indent=2))
     else:
         click.echo(calculator.table(found))
 

@@ -91,7 +91,7 @@ def create(request: Request) -> None:
         "commit": rendered.commit,
         "answers": rendered.answers,
         "derived": rendered.derived,
-        "interval": interval.to_dict() if interval else None,
+        "interval": interval._asdict() if interval else None,
         "next": [f"cd {shlex.quote(str(request.path))}", "bash startup/onstart.sh", "./restart.sh"],
         "command": again,
         "notes": notes,

@@ -58,7 +58,7 @@ def from_text(mtbi: str, step: str, save: str, stall: str, restart: str, target:
             parse_duration(stall),
             parse_duration(restart),
             parse_share(target),
-        ).to_dict()
+        )._asdict()
     except IntervalError as error:
         return {"refusal": str(error)}
 
@@ -81,7 +81,7 @@ def test_jinja_and_python_agree_on_any_numbers(
 ) -> None:
     found = json.loads(MACROS.interval_of(mtbi, step, save, stall, restart, target))
     try:
-        expected = compute_interval(mtbi, step, save, stall, restart, target).to_dict()
+        expected = compute_interval(mtbi, step, save, stall, restart, target)._asdict()
     except IntervalError as error:
         expected = {"refusal": str(error)}  # type: ignore[dict-item]
     assert found == expected

@@ -173,7 +173,7 @@ def interval(overrides: tuple[str, ...], as_json: bool) -> None:
     except IntervalError as error:
         raise ConfigError(f"checkpoint: {error}") from None
     if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=2))
+        click.echo(json.dumps(found._asdict(), indent=2))
         return
     click.echo(table(found))
     if found.save_interval_steps != settings.every_steps:

@@ -15,7 +15,7 @@ together. Pure standard library, no imports from the package.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 _TOLERANCE = 1e-9  # of floors and ceilings: 0.3 / 0.1 is 3, not 2
 
@@ -24,8 +24,7 @@ class IntervalError(ValueError):
     """Input that no interval can be made of. The text is one line and says what would do."""
 
 
-@dataclass(frozen=True)
-class Badput:
+class Badput(NamedTuple):
     """Shares of the time that a run is meant to train."""
 
     stall: float  # training stands still while a save is copied: sigma / (N*T + sigma)
@@ -37,8 +36,7 @@ class Badput:
         return self.lost + self.stall + self.restart
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """The interval and its reasons; the fields are the keys of the JSON output."""
 
     floor_steps: int
@@ -56,12 +54,8 @@ class Interval:
     restart_time_s: float
     badput_target: float
 
-    def to_dict(self) -> dict[str, int | float]:
-        return asdict(self)
 
-
-@dataclass(frozen=True)
-class Retuned:
+class Retuned(NamedTuple):
     """An interval recomputed from measurements; `warning` is set where none meets the target."""
 
     every_steps: int
@@ -98,29 +92,14 @@ def compute_interval(
     if not 0 < badput_target < 1:
         raise IntervalError(f"badput target is {badput_target!r}; it must be a share above 0 and below 1, such as 0.05")
 
-    floor_steps, optimum_steps, ceiling_steps = _bounds(
-        mtbi_s, step_time_s, save_time_s, save_stall_s, badput_target, headroom=1.0
-    )
+    figures = (mtbi_s, step_time_s, save_time_s, save_stall_s, restart_time_s, badput_target)
+    floor_steps, optimum_steps, ceiling_steps = _bounds(mtbi_s, step_time_s, save_time_s, save_stall_s, badput_target)
     if restart_time_s >= mtbi_s or badput_target * mtbi_s <= save_time_s or ceiling_steps < floor_steps:
         raise IntervalError(_refusal(mtbi_s, step_time_s, save_time_s, restart_time_s, badput_target, floor_steps))
     steps = min(max(optimum_steps, floor_steps), ceiling_steps)
-    costs = badput(steps, mtbi_s, step_time_s, save_time_s, save_stall_s, restart_time_s)
-    return Interval(
-        floor_steps=floor_steps,
-        optimum_steps=optimum_steps,
-        ceiling_steps=ceiling_steps,
-        save_interval_steps=steps,
-        badput=costs.lost,
-        badput_stall=costs.stall,
-        badput_restart=costs.restart,
-        badput_total=costs.total,
-        mtbi_s=float(mtbi_s),
-        step_time_s=float(step_time_s),
-        save_time_s=float(save_time_s),
-        save_stall_s=float(save_stall_s),
-        restart_time_s=float(restart_time_s),
-        badput_target=float(badput_target),
-    )
+    cost = badput(steps, *figures[:-1])
+    shares = (cost.lost, cost.stall, cost.restart, cost.total)
+    return Interval(floor_steps, optimum_steps, ceiling_steps, steps, *shares, *map(float, figures))
 
 
 def lost_per_interruption_s(steps: float, step_time_s: float, save_time_s: float) -> float:
@@ -140,13 +119,7 @@ def badput(
 
 
 def retuned(
-    *,
-    mtbi_s: float,
-    step_time_s: float,
-    save_time_s: float,
-    save_stall_s: float,
-    slowdown: float = 1.0,
-    badput_target: float = 0.05,
+    *, mtbi_s: float, step_time_s: float, save_time_s: float, save_stall_s: float, slowdown: float, badput_target: float
 ) -> Retuned:
     """The interval from what a run measured; never refused, since a run that has started goes on.
 
@@ -158,18 +131,16 @@ def retuned(
         slowdown: step time while a save is being written over step time without, 1.0 or more.
     """
     stall_s = save_stall_s + max(0.0, slowdown - 1.0) * save_time_s
-    floor_steps, optimum_steps, ceiling_steps = _bounds(
-        mtbi_s, step_time_s, save_time_s, stall_s, badput_target, headroom=1.25
-    )
-    if ceiling_steps < floor_steps:
-        share = lost_per_interruption_s(floor_steps, step_time_s, save_time_s) / mtbi_s
+    floor, optimum, ceiling = _bounds(mtbi_s, step_time_s, save_time_s, stall_s, badput_target, headroom=1.25)
+    if ceiling < floor:
+        share = lost_per_interruption_s(floor, step_time_s, save_time_s) / mtbi_s
         warning = (
             f"no interval keeps badput at {_percent(badput_target)}: saves take {format_duration(save_time_s)}, steps "
             f"{format_duration(step_time_s)}, interruptions come every {format_duration(mtbi_s)}; saving as often as "
-            f"possible, every {floor_steps} steps, costs about {_percent(share)}"
+            f"possible, every {floor} steps, costs about {_percent(share)}"
         )
-        return Retuned(floor_steps, floor_steps, optimum_steps, ceiling_steps, warning)
-    return Retuned(min(max(optimum_steps, floor_steps), ceiling_steps), floor_steps, optimum_steps, ceiling_steps)
+        return Retuned(floor, floor, optimum, ceiling, warning)
+    return Retuned(min(max(optimum, floor), ceiling), floor, optimum, ceiling)
 
 
 def format_duration(seconds: float) -> str:
@@ -200,39 +171,35 @@ def table(interval: Interval) -> str:
         ("ceiling", interval.ceiling_steps, f"badput {_percent(interval.badput_target)} or less"),
         ("chosen", steps, chosen),
     ]
-    width = max(len(f"{row[1]:,}") for row in rows)
-
-    def lasts(count: int) -> str:
-        seconds = count * interval.step_time_s
-        return format_duration(float(round(seconds)) if seconds >= 60 else seconds)
-
+    width = max(len(f"{count:,}") for _, count, _ in rows)
     lines = [
         f"Save interval for an interruption every {format_duration(interval.mtbi_s)}, "
-        f"steps of {format_duration(interval.step_time_s)}, saves of {format_duration(interval.save_time_s)}:",
-        *(f"  {name:<8} {count:>{width},} steps  {lasts(count):<10} {why}" for name, count, why in rows),
+        f"steps of {format_duration(interval.step_time_s)}, saves of {format_duration(interval.save_time_s)}:"
+    ]
+    for name, count, why in rows:
+        seconds = count * interval.step_time_s
+        lasts = format_duration(float(round(seconds)) if seconds >= 60 else seconds)
+        lines.append(f"  {name:<8} {count:>{width},} steps  {lasts:<10} {why}")
+    lines.append(
         f"  expected badput {_percent(interval.badput)} from saves and lost work (target "
         f"{_percent(interval.badput_target)}), {_percent(interval.badput_total)} with stalls "
-        f"({_percent(interval.badput_stall)}) and restarts ({_percent(interval.badput_restart)})",
-    ]
+        f"({_percent(interval.badput_stall)}) and restarts ({_percent(interval.badput_restart)})"
+    )
     return "\n".join(lines)
 
 
 def _bounds(
-    mtbi_s: float, step_time_s: float, save_time_s: float, save_stall_s: float, target: float, headroom: float
+    mtbi_s: float, step_time_s: float, save_time_s: float, save_stall_s: float, target: float, headroom: float = 1.0
 ) -> tuple[int, int, int]:
     """Floor, optimum and ceiling in steps; the floor is `headroom` times the duration of a save."""
-    floor_steps = max(1, _ceil(headroom * save_time_s / step_time_s))
-    optimum_steps = max(1, round((2 * save_stall_s * mtbi_s) ** 0.5 / step_time_s))
-    ceiling_steps = _floor(2 * (target * mtbi_s - save_time_s) / step_time_s)
-    return floor_steps, optimum_steps, ceiling_steps
-
-
-def _floor(value: float) -> int:
-    return math.floor(value + _TOLERANCE * max(1.0, value))
-
-
-def _ceil(value: float) -> int:
-    return math.ceil(value - _TOLERANCE * max(1.0, value))
+    floor = headroom * save_time_s / step_time_s
+    optimum = (2 * save_stall_s * mtbi_s) ** 0.5 / step_time_s
+    ceiling = 2 * (target * mtbi_s - save_time_s) / step_time_s
+    return (
+        max(1, math.ceil(floor - _TOLERANCE * max(1.0, floor))),
+        max(1, round(optimum)),
+        math.floor(ceiling + _TOLERANCE * max(1.0, ceiling)),
+    )
 
 
 def _refusal(

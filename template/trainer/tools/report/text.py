@@ -88,7 +88,7 @@ def to_json(found: Account, config: Config, state: str, advice: Sequence[str]) -
         "mtbi": {"measured_s": mtbi.measured, "assumed_s": mtbi.assumed, "over": mtbi.over},
         "seconds": asdict(found.seconds),
         "badput": {
-            **{name: asdict(one) | {"total": one.total} for name, one in found.badput.items()},
+            **{name: one._asdict() | {"total": one.total} for name, one in found.badput.items()},
             "target": settings.badput_target,
         },
         "saves": {
