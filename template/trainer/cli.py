@@ -1,4 +1,4 @@
-"""The words of ``python -m trainer``; what each does stands in the file of its name."""
+"""The command line of `python -m trainer`; what each command does is in the file of its name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Group(click.Group):
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Train, resume, inspect: an interruption is routine here."""
+    """Train, resume and inspect a run that may be interrupted at any time."""
     make_streams_safe()
 
 
@@ -45,8 +45,8 @@ def _settings(command: Callable[..., Any]) -> Callable[..., Any]:
 def _run(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of `launch` and `train`."""
 
-    @click.option("--gpus", type=click.IntRange(min=1), help="Ranks on this node; decides whatever the machine has.")
-    @click.option("--accept", metavar="KEY,...", default="", help="Keys that may differ from the checkpoint's.")
+    @click.option("--gpus", type=click.IntRange(min=1), help="Ranks on this node, instead of one for each GPU found.")
+    @click.option("--accept", metavar="KEY,...", default="", help="Settings that may differ from the checkpoint's.")
     @_settings
     @functools.wraps(command)
     def wrapped(*args: Any, accept: str, **kwargs: Any) -> Any:
@@ -78,9 +78,9 @@ def train(
     runtime: Path | None,
     attempt: int | None,
 ) -> None:
-    """Be one rank.
+    """Run one rank.
 
-    What `launch` starts, once for each GPU.
+    `launch` starts one of these for each GPU.
     """
     from trainer.reclaim.rank import prepare_rank
 
@@ -123,12 +123,12 @@ def _last_line(error: Exception) -> str:
 @click.option("--save-ranks", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option("--resume-ranks", type=click.IntRange(min=1), default=4, show_default=True)
 @click.option("--steps", type=click.IntRange(min=4), default=24, show_default=True, help="Steps of each run.")
-@click.option("--output", type=click.Path(path_type=Path), help="Folder of the verdict; default: ./drill")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for the result; default: ./drill")
 @_settings
 def drill(overrides: tuple[str, ...], save_ranks: int, resume_ranks: int, steps: int, output: Path | None) -> None:
     """Rehearse a recovery.
 
-    Saves on some ranks, kill -9, resumes on others, and compares with a run that was never interrupted.
+    Trains, kills, resumes on another number of ranks, and compares with a run that was never interrupted.
     """
     from trainer.tools.drill import drill as run
 
@@ -139,9 +139,9 @@ def drill(overrides: tuple[str, ...], save_ranks: int, resume_ranks: int, steps:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_settings
 def doctor(overrides: tuple[str, ...], as_json: bool) -> None:
-    """Go through the checklist.
+    """Check this machine and this configuration.
 
-    Are this machine and this configuration fit for being interrupted?
+    Says whether a run here would survive an interruption, and what to change.
     """
     from trainer.tools.doctor import doctor as run
 
@@ -153,7 +153,7 @@ def doctor(overrides: tuple[str, ...], as_json: bool) -> None:
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the run as .png or .svg.")
 @_settings
 def report(overrides: tuple[str, ...], as_json: bool, plot: Path | None) -> None:
-    """Say what interruptions and saves have cost this run."""
+    """Report what interruptions and saves have cost this run."""
     from trainer.tools.report.text import report as run
 
     sys.exit(run(overrides, as_json=as_json, plot=plot))
@@ -163,7 +163,7 @@ def report(overrides: tuple[str, ...], as_json: bool, plot: Path | None) -> None
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_settings
 def interval(overrides: tuple[str, ...], as_json: bool) -> None:
-    """Show the save interval and why it is what it is."""
+    """Show the save interval and how it is calculated."""
     from trainer.config.load import load_config
     from trainer.interval import IntervalError, compute_interval, table
 
@@ -182,7 +182,7 @@ def interval(overrides: tuple[str, ...], as_json: bool) -> None:
 
 @main.group()
 def checkpoints() -> None:
-    """See, check and thin out what is on the disk."""
+    """List, verify and prune checkpoints."""
 
 
 @checkpoints.command("list")

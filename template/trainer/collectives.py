@@ -1,4 +1,4 @@
-"""Work that may fail on one rank alone, and whose outcome all ranks have to share: else the others would wait for ever.
+"""Work that may fail on one rank alone, and whose outcome all ranks have to share: else the others would wait forever.
 
 An error of the volume becomes UnavailableError, what was raised on one rank is raised on all.
 """
@@ -46,6 +46,6 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
     except (ConfigError, UnavailableError) as error:
         return None, error
     except Damaged as damage:
-        return None, UnavailableError(f"{damage}; it was whole a moment ago: start again")
+        return None, UnavailableError(f"{damage}; it was intact a moment ago: start again")
     except OSError as error:
         return None, UnavailableError(f"the volume failed ({error}); nothing was changed")

@@ -1,12 +1,12 @@
 """How many steps to train between two saves: a floor, an optimum, a ceiling, and what the choice costs.
 
-Times are seconds: T of a step, S until a save is durable, sigma that a save holds the training loop up, M between two
+Times are seconds: T of a step, S until a save is durable, sigma that a save holds up the training loop, M between two
 interruptions (MTBI), R from an interruption to the first new step. b is the share of time that saves and lost work may
 cost (the badput target), N the steps between two saves. Sources:
 
 - ceiling: a save costs S and an interruption loses half an interval on average, so badput ~ (S + N*T/2) / M <= b;
 - optimum: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974;
-- floor: one save in flight at a time.
+- floor: one save at a time.
 
 The questions of `scaffold new` carry the same arithmetic as Jinja, in the same order of operations; a test holds them
 together. Pure standard library, no imports from the package.
@@ -21,7 +21,7 @@ _TOLERANCE = 1e-9  # of floors and ceilings: 0.3 / 0.1 is 3, not 2
 
 
 class IntervalError(ValueError):
-    """Input that no interval can be made of. The text is one line and says what would do."""
+    """Input from which no interval follows. The text is one line and says what would work."""
 
 
 class Badput(NamedTuple):
@@ -76,7 +76,7 @@ def compute_interval(
     """The number of steps between two saves: the optimum, held between floor and ceiling.
 
     Args:
-        save_stall_s: how long a save holds the training loop up; `None`: a tenth of `save_time_s`, until measured.
+        save_stall_s: how long a save holds up the training loop; `None`: a tenth of `save_time_s`, until measured.
 
     Raises:
         IntervalError: a value is out of range, or no interval meets the target; then the text says which of MTBI,
@@ -157,7 +157,7 @@ def format_duration(seconds: float) -> str:
 
 
 def table(interval: Interval) -> str:
-    """The interval for a person: floor, optimum, ceiling, what was chosen, and what it is expected to cost."""
+    """The interval as text: floor, optimum, ceiling, what was chosen, and what it is expected to cost."""
     steps = interval.save_interval_steps
     if steps == interval.ceiling_steps and steps != interval.optimum_steps:
         chosen = "the ceiling: the badput target allows no more"

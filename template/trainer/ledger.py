@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 # Events after which a segment is uploaded: what the next start or a report needs to know.
 _UPLOADED_AFTER = {"attempt_started", "save_committed", "save_failed", "reclaim_noticed", "stopped", "finished"}
-KILLED = "killed"  # how an attempt ended whose end nobody recorded
+KILLED = "killed"  # the reason of an attempt whose end was not recorded
 
 
 class Ledger:
-    """Writes events of one attempt; a disk that refuses them is said once and never stops training."""
+    """Writes events of one attempt; a disk that refuses them is reported once and never stops training."""
 
     def __init__(self, run_dir: Path, attempt: int, append: bool | None = None) -> None:
         self.attempt = attempt
@@ -87,7 +87,7 @@ class Event:
 def read_events(run_dir: Path) -> list[Event]:
     """All events of a run, attempt by attempt in the order of their time (clocks of two machines may differ).
 
-    Lines that are none (written by hand, damaged) are passed over.
+    Lines that are not events (written by hand, damaged) are skipped.
     """
     events = (parse(Event, record) for record in read_records(run_dir, "ledger"))
     return sorted(filter(None, events), key=lambda event: (event.attempt, event.time))
@@ -95,7 +95,7 @@ def read_events(run_dir: Path) -> list[Event]:
 
 @dataclass
 class Lifetime:
-    """When an attempt gave its first and its last sign of life, and why it ended."""
+    """The time of an attempt's first and last event, and why it ended."""
 
     start: float  # Unix seconds
     end: float

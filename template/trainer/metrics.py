@@ -1,4 +1,4 @@
-"""What a person watches: `metrics.jsonl` (one line per optimizer step), TensorBoard, and a progress line."""
+"""What people watch: `metrics.jsonl` (one line per optimizer step), TensorBoard, and a progress line."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Metrics:
 
     @contextmanager
     def _volume_may_fail(self) -> Iterator[None]:
-        """A full disk is said once, and stops neither training nor, later, the record of it."""
+        """A full disk is reported once; it stops neither training nor the lines that come later."""
         try:
             yield
         except OSError as error:

@@ -25,22 +25,22 @@ class Reason(enum.StrEnum):
     FINISHED = "finished"
     RECLAIMED = "reclaimed"  # a signal or a notice of the platform
     INTERRUPTED = "interrupted"  # a person's Ctrl-C
-    UNAVAILABLE = "unavailable"  # something outside is not there now: held lease, I/O error, missing GPUs
+    UNAVAILABLE = "unavailable"  # temporarily: a held lease, an I/O error, missing GPUs
     CONFIG = "config"
     CRASHED = "crashed"
 
     def line(self, text: str) -> str:
-        """For a person: `text` after the kind of trouble that it is."""
+        """`text` as a message that begins with the kind of error."""
         return f"{'temporarily unavailable' if self is Reason.UNAVAILABLE else 'error'}: {text}"
 
     @property
     def is_clean(self) -> bool:
-        """Whether the ranks have come to an end that was asked for."""
+        """Whether the ranks ended as they were asked to."""
         return self in (Reason.FINISHED, Reason.RECLAIMED, Reason.INTERRUPTED)
 
 
 def exit_code(reason: Reason, again: int = RECLAIMED) -> int:
-    """What the platform is told; `again` is `restart.exit_reclaimed`."""
+    """The exit code that tells the platform; `again` is `restart.exit_reclaimed`."""
     return {Reason.FINISHED: FINISHED, Reason.CONFIG: CONFIG, Reason.CRASHED: CRASHED}.get(reason, again)
 
 
@@ -61,7 +61,7 @@ class ConfigError(Expected):
 
 
 class UnavailableError(Expected):
-    """Something that another start may find mended (lease held, I/O error, too few GPUs). Exit 75."""
+    """Something that may work at another start (lease held, I/O error, too few GPUs). Exit 75."""
 
     reason = Reason.UNAVAILABLE
 
@@ -72,7 +72,7 @@ class SavesFailed(Expected):
 
 @dataclass(frozen=True)
 class Status:
-    """Why a rank stopped, after which step, and its last words."""
+    """Why a rank stopped, after which step, and the error."""
 
     reason: Reason
     step: int = 0
@@ -88,7 +88,7 @@ class Status:
 
 
 def read_statuses(runtime: Path) -> list[Status]:
-    """What the ranks of this node wrote at their end, first one first."""
+    """What the ranks of this node wrote, in the order in which they ended."""
     found = []
     for path in runtime.glob("status_*.json"):
         with contextlib.suppress(OSError, ValueError):

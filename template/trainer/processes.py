@@ -1,4 +1,4 @@
-"""Processes and signals of this node: who dies with whom, who collects orphans, who is still alive. Linux."""
+"""Processes and signals of this node, on Linux: ending with a parent, collecting orphans, seeing who is alive."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what dead children leave behind, as process 1 is anyway; `reap` collects them."""
+    """Become the parent of processes whose own parent dies, as process 1 is anyway; `reap` collects them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -30,7 +30,7 @@ class Records:
     """One writer's end of `<run_dir>/<name>.jsonl`. Lines that the volume refuses are kept, and written once it can.
 
     Args:
-        append: whether the mount can append; None looks at it.
+        append: whether the mount can append; None: find out.
     """
 
     def __init__(self, run_dir: Path, name: str, attempt: int, append: bool | None = None) -> None:
@@ -43,7 +43,7 @@ class Records:
         self._local = None if append else Path(tempfile.mkdtemp(prefix="records_")) / self._segment.name
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one line, after those that wait. Raises OSError: it waits too."""
+        """Append one line, after those that are still to be written. Raises OSError: it is kept and written later."""
         self.waiting.append(json.dumps(record, separators=(",", ":")).encode() + b"\n")
         self._write_waiting()
 
@@ -86,7 +86,7 @@ class Records:
 
 
 def read_records(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    """Every record of `<name>.jsonl` and its segments; lines that are torn are skipped."""
+    """Every record of `<name>.jsonl` and its segments; incomplete lines are skipped."""
     records: list[dict[str, Any]] = []
     for path in [run_dir / f"{name}.jsonl", *sorted(run_dir.glob(f"{name}.[0-9]*.jsonl"))]:
         try:
@@ -104,7 +104,7 @@ def read_records(run_dir: Path, name: str) -> list[dict[str, Any]]:
 def parse(kind: type[_Line], record: Mapping[str, Any]) -> _Line | None:
     """`record` as `kind`, a dataclass of int, float and str; None where a value has another type or one is missing.
 
-    What is null or not finite takes its default; what `kind` does not name is passed over.
+    What is null or not finite takes its default; what `kind` does not name is ignored.
     """
     values: dict[str, Any] = {}
     for name, wanted in _types(kind).items():  # type: ignore[arg-type]  # mypy: a type is hashable

@@ -28,7 +28,7 @@ class Step:
 
 
 def read_steps(run_dir: Path, units_per_sample: float = 0.0) -> list[Step]:
-    """Every step that was recorded, those that a later attempt did again too.
+    """Every step that was recorded, including those that a later attempt repeated.
 
     Args:
         units_per_sample: of a run whose lines have no `seconds`.
@@ -56,7 +56,7 @@ def counting(steps: Iterable[Step], starts: Mapping[int, int]) -> list[Step]:
     """The steps that count, in their order: those after which no later attempt started at a lower step.
 
     Args:
-        starts: attempt -> the step it started from; the steps themselves tell that of the others.
+        starts: attempt -> the step it started from; for other attempts it follows from their steps.
     """
     steps, starts = list(steps), dict(starts)
     for one in steps:

@@ -12,7 +12,7 @@ _GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe, a terminal
 
 
 class SafeStream:
-    """A text stream that drops what cannot be written; of anything else it is the stream that it was made from."""
+    """A text stream that drops what cannot be written; in everything else it is the stream that it wraps."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

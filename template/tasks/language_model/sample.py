@@ -1,4 +1,4 @@
-"""Let a checkpoint write text, byte by byte: `python -m tasks.language_model.sample --prompt "def "`."""
+"""Generate text from a checkpoint, byte by byte: `python -m tasks.language_model.sample --prompt "def "`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trainer.task import ConfigError, load_config
 
 @torch.no_grad()
 def sample(overrides: tuple[str, ...], prompt: str, tokens: int, temperature: float, step: int | None) -> str:
-    """`prompt` and `tokens` bytes that the model of the newest complete checkpoint (or of `step`) goes on with.
+    """`prompt`, and the `tokens` bytes with which the model of the newest complete checkpoint (or `step`) continues it.
 
     Raises:
-        ConfigError: no such checkpoint, one of another model, or tokens that are no bytes.
+        ConfigError: no such checkpoint, one of another model, or tokens that are not bytes.
     """
     config = load_config(overrides)
     if config.data.path.endswith((".bin", ".npy")):
-        raise ConfigError(f"data.path is {config.data.path!r}; sample knows bytes, not the tokens of such a file")
+        raise ConfigError(f"data.path is {config.data.path!r}; sample works on bytes, not on the tokens of such a file")
     if not prompt:
         raise ConfigError("--prompt is empty; give the model something to continue")
     model, _ = load_trained(config, step)
@@ -42,7 +42,7 @@ def sample(overrides: tuple[str, ...], prompt: str, tokens: int, temperature: fl
 @click.option("--step", type=int, help="Which checkpoint; default: the newest complete one.")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def main(overrides: tuple[str, ...], prompt: str, tokens: int, temperature: float, step: int | None) -> None:
-    """Let the newest checkpoint write."""
+    """Generate text from the newest checkpoint."""
     try:
         click.echo(sample(overrides, prompt, tokens, temperature, step))
     except ConfigError as error:

@@ -45,6 +45,6 @@ def compare_fingerprints(
         what = "; ".join(f"{key} was {saved[key]!r} and is {current[key]!r}" for key in refused)
         raise ConfigError(
             f"the checkpoint was made with another configuration: {what}; "
-            f"put the old value back, or go on with --accept {','.join(refused)}"
+            f"restore the old value, or accept the new one with --accept {','.join(refused)}"
         )
     return [f"{key} changed from {saved[key]!r} to {current[key]!r}" for key in changed]

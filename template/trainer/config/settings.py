@@ -27,7 +27,7 @@ FILE_SECTIONS = {
 
 
 class Limits:
-    """What the values of a field must keep to, as part of its type: `Annotated[float, Limits("above 0", ...)]`.
+    """What the values of a field must satisfy, as part of its type: `Annotated[float, Limits("above 0", ...)]`.
 
     Args:
         right: the same in words, after "it must be".
@@ -148,7 +148,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What a person sees."""
+    """Progress lines and TensorBoard."""
 
     every_steps: PositiveInt = 10  # progress lines
     tensorboard: bool = True
@@ -204,7 +204,7 @@ class NodesConfig:
 
 @dataclass(frozen=True)
 class VolumeConfig:
-    """The persistent disk. Empty: none, the checkpoints lie on a disk that you vouch for."""
+    """The persistent disk. Empty: none, and you make sure that `checkpoint.dir` is kept."""
 
     mount: MountPoint = ""
     allow_ephemeral: bool = False  # accept memory, a container layer or an instance's own disk
@@ -238,7 +238,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ReclaimConfig:
-    """The platform's way of taking the machine away (`reclaim/`)."""
+    """How the platform takes the machine away (`reclaim/`)."""
 
     grace_s: NonNegativeFloat = 30.0  # from the signal to the platform's SIGKILL; 0: no warning is given
     notice: NoticeSource = "auto"  # auto, none, aws, gcp, azure, alibaba, file:PATH, command:COMMAND

@@ -85,5 +85,5 @@ def batch_checksum(positions: np.ndarray, numbers: np.ndarray) -> tuple[int, int
 
 
 def batch_hash(high: float, low: float) -> str:
-    """Name of a global batch from the sums of `witness`: equal for the same samples in the same places."""
+    """Name of a global batch from the sums of `batch_checksum`: equal for the same samples in the same places."""
     return f"{int(high) % 2**32:08x}{int(low) % 2**32:08x}"

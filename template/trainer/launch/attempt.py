@@ -27,10 +27,10 @@ from trainer.processes import STACKS, STOP_SIGNALS, alive, reap
 from trainer.reclaim import request as requests
 from trainer.reclaim.request import Action, Request
 
-HEARTBEAT_S = 60.0  # between the ledger's signs of life
+HEARTBEAT_S = 60.0  # between two `heartbeat` events in the ledger
 LINGER_S = 10.0  # for the other ranks, once one has failed
 LEAVE_S = 120.0  # once one has ended well: all do so after the same step
-OVERDUE_S, OVERDUE_TIMES = 60.0, 20.0  # a step that takes longer than both, and this often as long as usual, is said
+OVERDUE_S, OVERDUE_TIMES = 60.0, 20.0  # a step is slow above the first, and so many usual ones
 HANGING = "a rank has ended and the others hang"
 TAKEN_OVER = "another launcher has taken this run over"
 
@@ -93,7 +93,7 @@ class Attempt:
         self.crash_seen = False
         for leftover in self.runtime.iterdir():
             leftover.unlink()
-        self.started = self.overdue = self.reported = time.monotonic()  # the steps that were said to be slow
+        self.started = self.overdue = self.reported = time.monotonic()  # the newest steps that were reported
         words = node.command(node.runtime, number)
         self.processes = start_ranks(words, node.config, node.runtime, node.ranks.count, node.nodes)
 
@@ -161,7 +161,7 @@ class Attempt:
             replace(request, action=action).write(self.runtime / requests.STOP)
         if request.deadline is not None:
             moment = request.deadline - max(0.5, min(2.0, left / 10))
-            self._kill_by(moment, "the platform kills next: ending the ranks before it does")
+            self._kill_by(moment, "the grace period is nearly over: ending the ranks")
         say(f"{request.source}: {why}")
         self.node.record_notice(request, why)
 
@@ -169,7 +169,7 @@ class Attempt:
         try:
             save_s, pending_s = self._save_times()
         except Exception as error:  # a record that cannot be read decides nothing: try to save
-            say(f"the ledger does not tell how long a save takes ({type(error).__name__}: {error})")
+            say(f"cannot read from the ledger how long a save takes ({type(error).__name__}: {error})")
             save_s, pending_s = None, 0.0
         usual_s = max((beat.usual_s for beat in requests.read_beats(self.runtime).values()), default=0.0)
         steps = 2 if self.node.ranks.gpu else 1  # on GPUs what is agreed on is acted on one step later
@@ -232,7 +232,7 @@ class Attempt:
         self.reported = now
         step = self.node.last_step()
         what = f"step {step + 1}" if beats else "the start"
-        say(f"{what} has taken {now - last:.0f} s (restart.stuck_after_s is {limit:.0f}); every rank's stacks follow")
+        say(f"{what} has taken {now - last:.0f} s (restart.stuck_after_s is {limit:.0f}); all stacks follow")
         self.node.record("stuck", seconds=round(now - last, 1), step=step)
         for pid in requests.rank_processes(self.runtime):
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Why the ranks of a node are gone: one reason from what they wrote and what was seen of them."""
+"""Why the ranks of a node ended: one reason from their status files and their exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.reclaim.request import Request
 
 @dataclass(frozen=True)
 class Ended:
-    """Why the ranks of this node are gone, after which step, and the last words of the one that failed first."""
+    """Why the ranks of this node ended, after which step, and the error of the one that failed first."""
 
     reason: Reason
     step: int
@@ -58,7 +58,7 @@ def translate(
         rank, code = min(hard.items(), key=lambda item: item[1] >= 0)
         return Ended(Reason.CRASHED, step, f"rank {rank} {_ending(code)}", outside=code == -signal.SIGKILL)
     if "error" in report:
-        return Ended(Reason.UNAVAILABLE, step, f"the ranks could not be brought together: {report['error']}")
+        return Ended(Reason.UNAVAILABLE, step, f"the ranks could not connect to each other: {report['error']}")
     what = f"a process of the ranks {_ending(returncode)}"
     return Ended(Reason.CRASHED, step, what, outside=returncode == -signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""What comes to a launcher from outside, signals and notices, and wakes it."""
+"""Signals and notices that come to the launcher, and wake it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Inbox:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # What has been decided is not undone by a signal on the way out, where Python drops its handlers.
+        # What has been decided is not undone by a signal during the exit, where Python drops its handlers.
         self.idle = False
         for number in (*STOP_SIGNALS, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)

@@ -44,7 +44,7 @@ def launch(
     command: Callable[..., list[str]] = rank_command,
     project: Path = PROJECT,
 ) -> int:
-    """Run this node until training is finished, reclaimed, or beyond repair.
+    """Run this node until training is finished, is reclaimed, or has crashed too often.
 
     Args:
         gpus: ranks of this node; None counts the GPUs and follows `gpu.on_count_change`.
@@ -126,11 +126,11 @@ def _watch_notices(node: Node, stack: ExitStack) -> None:
 
 
 class CrashBudget:
-    """The restarts that are left after crashes; whole again with each new checkpoint."""
+    """The restarts that are left after crashes; each new checkpoint restores all of them."""
 
     def __init__(self, settings: RestartConfig, saved: int) -> None:
         self._settings, self._saved = settings, saved
-        self._before: tuple[int, str] | None = None  # step and last line of the crash before, if it tells something
+        self._before: tuple[int, str] | None = None  # step and last line of the crash before, where they are known
         self.used = 0
 
     def spend(self, crash: Ended, saved: int) -> str:
@@ -169,7 +169,7 @@ class Supervisor:
             ended = self._attempt()
             step = saved_step(self.config.run_dir)
             if ended.reason is Reason.CRASHED and step >= self.config.train.steps:
-                ended = Ended(Reason.FINISHED, step)  # and then one fell over on the way out
+                ended = Ended(Reason.FINISHED, step)  # and a rank crashed after that
             self._tell_end(ended, step)
             if ended.reason is not Reason.CRASHED:
                 return ended.reason
@@ -207,12 +207,12 @@ class Supervisor:
             again = self.config.restart.exit_reclaimed
             say(f"{ended.reason}: step {saved} is saved{lost}; start me again (exit {again})")
             if ended.message:
-                say(f"on the way out, {ended.message}")
+                say(f"while exiting: {ended.message}")
 
     # -- while no rank runs --------------------------------------------------------------------------------------------
 
     def _pause(self, seconds: float) -> None:
-        """Before a restart: let the daemons of the dead ranks commit what they hold, and whatever broke recover."""
+        """Before a restart: let the daemons of the dead ranks finish their save, and whatever broke recover."""
         self.inbox.idle = True
         until = time.monotonic() + seconds
         self._wait_for_daemons()

@@ -1,7 +1,7 @@
 """Notices of a coming reclaim: the metadata servers of the clouds, a file that appears, a command of the user's own.
 
 One thread of a node's launcher asks; ranks never do. A metadata server is not trusted: no proxy, no redirect, a
-time-out, at most 64 KiB, and whatever it answers that is not a notice in its documented form is no notice.
+time-out, at most 64 KiB, and an answer that is not a notice in its documented form is ignored.
 
 | `reclaim.notice` | asked                                       | a notice is                              |
 |------------------|---------------------------------------------|------------------------------------------|
@@ -49,7 +49,7 @@ _OLD_S = 300.0  # a time of termination that long ago was not kept, and stays in
 
 
 class Poller(Protocol):
-    """Asks once. Raises whatever goes wrong on the way; the caller treats that as no notice."""
+    """Asks once. Raises any error; the caller treats it as no notice."""
 
     interval_s: float
 
@@ -326,7 +326,7 @@ def watch(config: Config, report: Callable[[Request], None], stop: threading.Eve
     while poller is not None and not stop.is_set():
         try:
             found, failures = poller.poll(), 0
-        except Exception as error:  # a dead or lying server, whatever it does, is no notice
+        except Exception as error:  # a server that is down or answers nonsense gives no notice
             found, failures = [], failures + 1
             if failures == 12:
                 log.warning("%s does not answer (%s); notices may be missed", type(poller).__name__, error)

@@ -1,4 +1,4 @@
-"""What a rank does about signals and requests: handlers that set a flag, and one question a step."""
+"""Signals and requests in a rank: handlers that set a flag, and one look at the requests per step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def prepare_rank(runtime: Path | None) -> None:
 
 
 def worker_ignore_signals(worker_id: int) -> None:
-    """`worker_init_fn` of a DataLoader: its workers outlive the signal that asks their rank to stop."""
+    """`worker_init_fn` of a DataLoader: the signal that asks their rank to stop does not end them."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -82,7 +82,7 @@ class Reclaim:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # The handlers stay: a second signal during the way out must not kill what the first one asked to save.
+        # The handlers stay: a second signal during the exit must not kill what the first one asked to save.
         signal.set_wakeup_fd(self._previous_wakeup)
         os.write(self._write, b"\0")
         self._listener.join()

@@ -3,7 +3,7 @@
 A rank's signal handlers set a flag and nothing else. Each rank offers what it was asked for to the reduction of every
 step, and the strongest request of any rank is what all of them do.
 
-The launcher of a node and its ranks speak through files in the runtime directory, a fresh one on the local disk:
+The launcher of a node and its ranks communicate through files in the runtime directory, a fresh one on the local disk:
 
 | file               | written by               | read by  | says                                               |
 |--------------------|--------------------------|----------|----------------------------------------------------|
@@ -44,7 +44,7 @@ class Action(enum.IntEnum):
     NOTHING = 0
     SAVE = 1  # save now, go on training (a notice that is only likely to be followed by a reclaim)
     STOP = 2  # end this step, save it, stop
-    STOP_UNSAVED = 3  # end this step and stop; only a save that is in flight is waited for
+    STOP_UNSAVED = 3  # end this step and stop; only a pending save is waited for
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def decide(left_s: float, step_s: float, save_s: float | None, pending_s: float)
         left_s: seconds that may be used; infinite where nothing kills.
         step_s: until the ranks act on the request: a step, or two where they agree one late.
         save_s: of a save until it is durable, as measured in this run; None before the first: it is tried.
-        pending_s: until the save in flight is durable; 0 where there is none.
+        pending_s: until the pending save is durable; 0 where there is none.
     """
     left = "no time limit" if math.isinf(left_s) else f"{left_s:.0f} s left"
     if save_s is None:
@@ -130,6 +130,6 @@ def decide(left_s: float, step_s: float, save_s: float | None, pending_s: float)
     needed = step_s + pending_s + save_s
     if needed <= left_s:
         return Action.STOP, f"{left}, about {needed:.0f} s needed: ending the step and saving it"
-    pending = "; the save in flight is waited for" if 0 < pending_s <= left_s else ""
-    pending = "; the save in flight will hardly make it" if pending_s > left_s else pending
-    return Action.STOP_UNSAVED, f"{left}, about {needed:.0f} s needed for a save: stopping without{pending}"
+    pending = "; the pending save is waited for" if 0 < pending_s <= left_s else ""
+    pending = "; the pending save will probably not finish in time" if pending_s > left_s else pending
+    return Action.STOP_UNSAVED, f"{left}, about {needed:.0f} s needed for a save: stopping without one{pending}"

@@ -13,7 +13,7 @@ from trainer.wording import counted, size
 
 
 def check_room(config: Config, needed: int, source: str, ranks: int, nodes: int, complete: int) -> str:
-    """See that checkpoints fit on the disk and their staged copy in memory.
+    """Check that checkpoints fit on the disk, and their staged copy in memory.
 
     Args:
         needed: bytes of one checkpoint; `source` says in words where the figure is from.
@@ -32,10 +32,10 @@ def check_room(config: Config, needed: int, source: str, ranks: int, nodes: int,
 
 
 def check_disk(config: Config, needed: int, source: str, complete: int) -> str:
-    """See that `keep_last` checkpoints and the one being written fit. Raises ConfigError."""
+    """Check that `keep_last` checkpoints and the one being written fit. Raises ConfigError."""
     wanted = max(1, config.checkpoint.keep_last + 1 - complete)
     if inspect(config.run_dir).kind is Kind.OBJECT_STORE:
-        return f"a checkpoint takes {size(needed)} ({source}); an object store does not say how much room it has"
+        return f"a checkpoint takes {size(needed)} ({source}); the free space of an object store is not known"
     free = shutil.disk_usage(config.run_dir).free
     if free < wanted * needed:
         raise ConfigError(
@@ -46,7 +46,7 @@ def check_disk(config: Config, needed: int, source: str, complete: int) -> str:
 
 
 def check_memory(config: Config, needed: int, source: str, ranks: int, nodes: int) -> str:
-    """See that the copies of a save that is being written fit into shared memory. Raises ConfigError."""
+    """Check that the copies of a save that is being written fit into shared memory. Raises ConfigError."""
     strategy = config.parallel.strategy  # what each node holds of the state: see `parallel.mesh_of`
     staged = needed * ranks if strategy == "ddp" else needed if strategy == "hsdp" else needed // nodes
     said = []
@@ -59,7 +59,7 @@ def check_memory(config: Config, needed: int, source: str, ranks: int, nodes: in
                 f"{place} has {size(left)} free and the copies of a save that is being written take {size(staged)} "
                 f"on this node ({source}); {remedy}"
             )
-        said.append(f"{place} has {size(left)}" if left is not None else f"{place} does not say what it has")
+        said.append(f"{place} has {size(left)}" if left is not None else f"the free space of {place} is not known")
     return f"a save takes {size(staged)} on this node while it is written; {', '.join(said)}"
 
 
@@ -72,7 +72,7 @@ def free_shared_memory() -> int | None:
 
 
 def free_memory() -> int | None:
-    """Bytes that this machine, or its control group, can still give; None where neither says."""
+    """Bytes that this machine, or its control group, can still give; None where neither is known."""
     available = re.search(r"^MemAvailable:\s+(\d+) kB", _text(Path("/proc/meminfo")), re.M)
     found = [int(available[1]) * 1024] if available else []
     group = Path("/sys/fs/cgroup")

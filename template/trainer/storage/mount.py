@@ -108,7 +108,7 @@ def judge(line: MountLine | None, in_container: bool = False, device: str = "") 
         Kind.OBJECT_STORE: ("PASS", f"is an object store ({source})"),
         Kind.NETWORK: ("PASS", f"is a network file system ({fstype})"),
         Kind.LOCAL: ("PASS", f"is a disk ({fstype} on {source})"),
-        Kind.UNKNOWN: ("WARN", f"is on {fstype} ({source}), of which nothing is known"),
+        Kind.UNKNOWN: ("WARN", f"is on {fstype} ({source}), an unknown kind of file system"),
     }[kind]
     if kind is Kind.NETWORK and fstype.startswith("nfs") and "soft" in line.options.split(","):
         verdict, why = "WARN", "is soft-mounted NFS: a slow server becomes a write error"
@@ -132,7 +132,7 @@ def _kind(line: MountLine, in_container: bool, device: str) -> Kind:
 
 
 def _device_name(number: str) -> str:
-    """What the block device `major:minor` and those below it say of themselves: model, serial, names by id."""
+    """How the block device `major:minor` and those below it are called: model, serial, names by id."""
     names: list[str] = []
     todo = [Path(f"/sys/dev/block/{number}")]
     while todo:

@@ -69,20 +69,20 @@ def commit_mode(config: Config) -> Literal["rename", "manifest"]:
 
 
 def prepare(config: Config) -> list[str]:
-    """Make the run's directory below a mount that exists, and see that checkpoints can live there.
+    """Make the run's directory below a mount that exists, and check that checkpoints can be kept there.
 
     Returns:
-        What a person should know, one line each.
+        Messages for people, one line each.
 
     Raises:
         ConfigError: no volume, a place that cannot be written, or one that does not survive the machine.
-        UnavailableError: the volume fails at the moment.
+        UnavailableError: the volume fails for now.
     """
     volume, root = config.volume.mount, repr(str(config.checkpoint_root))
     if volume and not Path(volume).is_dir():
         raise ConfigError(
             f"volume.mount is {volume!r}, which does not exist; attach the volume there, or set volume.mount to "
-            f"where it is (empty: none, you vouch for checkpoint.dir)"
+            f"where it is (empty: none, and you make sure that checkpoint.dir is kept)"
         )
     directory = config.run_dir
     try:
@@ -90,21 +90,22 @@ def prepare(config: Config) -> list[str]:
         found = probe(directory)
     except OSError as error:
         if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):
-            raise UnavailableError(f"{directory} fails ({error.strerror})") from None
+            raise UnavailableError(f"{directory} cannot be used ({error.strerror})") from None
         raise ConfigError(
             f"checkpoint.dir is {config.checkpoint.dir!r}: {error.filename or directory} cannot be written "
             f"({error.strerror}); it must be a writable place on a persistent disk"
         ) from None
     if config.checkpoint.commit == "rename" and not found.rename_atomic:
         raise ConfigError(
-            "checkpoint.commit is 'rename' and directories do not rename atomically there; it must be auto or manifest"
+            "checkpoint.commit is 'rename' and directories cannot be renamed atomically there; "
+            "it must be auto or manifest"
         )
     mount = inspect(directory)
     survived = _mark(config) if volume else None
     if mount.verdict == "FAIL" and volume and not config.volume.allow_ephemeral:
         raise ConfigError(
             f"checkpoint.dir {root} {mount.why}; it must be on the persistent volume "
-            f"(volume.allow_ephemeral=true goes on regardless)"
+            f"(volume.allow_ephemeral=true starts anyway)"
         )
     lines = []
     if mount.verdict == "FAIL" or (mount.verdict == "WARN" and not survived and config.run.provider != "local"):

@@ -1,7 +1,7 @@
-"""`python -m trainer doctor`: the checklist. Are this machine and this configuration fit for being interrupted?
+"""`python -m trainer doctor`: the checklist. Would a run on this machine survive an interruption?
 
 Each check looks at one thing and says ok, warn (it will cost something) or fail (it will not work), and what to do.
-What the launcher refuses is found by the launcher's own functions, not by a second opinion.
+What the launcher refuses is found by the launcher's own functions.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def doctor(overrides: Sequence[str], as_json: bool = False, project: Path = PROJ
             click.echo(f"{check.grade:<4}  {check.name:<{width}}  {check.text}")
             if check.remedy:
                 click.echo(f"{'':<6}{'':<{width}}  -> {check.remedy}")
-        verdict = "not fit yet" if counts["fail"] else "fit for being interrupted"
+        verdict = "not ready yet" if counts["fail"] else "ready to be interrupted"
         grades = f"{counted(counts['warn'], 'warning')}, {counted(counts['fail'], 'failure')}"
         click.echo(f"{verdict}: {counted(len(found), 'check')}, {grades}")
     return 1 if counts["fail"] else 0
@@ -90,9 +90,9 @@ def examine(overrides: Sequence[str], project: Path = PROJECT) -> Iterator[Check
     try:
         config = load_config(overrides, project)
     except ConfigError as error:
-        yield fail("configuration", str(error), "until then nothing else can be checked")
+        yield fail("configuration", str(error), "nothing else can be checked before that")
         return
-    yield ok("configuration", f"{CONFIG_FILE} and {STARTUP_FILE} are understood; run {config.run_name!r}")
+    yield ok("configuration", f"{CONFIG_FILE} and {STARTUP_FILE} are valid; run {config.run_name!r}")
     for name, check in CHECKS.items():
         try:
             yield from check(config)
@@ -107,7 +107,7 @@ def examine(overrides: Sequence[str], project: Path = PROJECT) -> Iterator[Check
 
 
 def check_storage(config: Config) -> Iterator[Check]:
-    """Persistent, on the volume, able to rename and fsync, and roomy enough."""
+    """Persistent, on the volume, able to rename and fsync, and large enough."""
     lines = volume.prepare(config)
     place, found = mount.inspect(config.run_dir), volume.probe(config.run_dir)
     lost = place.verdict == "FAIL" and config.run.provider != "local" and not config.volume.allow_ephemeral
@@ -122,7 +122,7 @@ def check_storage(config: Config) -> Iterator[Check]:
     elif found.rename_atomic:
         yield ok("commit", "a directory was written, synced and renamed there")
     else:
-        yield ok("commit", "directories do not rename atomically there: COMMIT.json last is the commit")
+        yield ok("commit", "directories cannot be renamed atomically there: writing COMMIT.json last is the commit")
     yield _room("disk", config, functools.partial(capacity.check_disk, config))
 
 
@@ -160,8 +160,9 @@ def check_access(config: Config) -> Iterator[Check]:
     for directory in (config.checkpoint_root, config.run_dir):
         mode = directory.stat().st_mode if directory.is_dir() else 0
         if mode & stat.S_IWOTH:
-            text = f"all users can write {directory} (mode {stat.S_IMODE(mode):04o}): a planted checkpoint runs code"
-            if mount.inspect(directory).kind is Kind.OBJECT_STORE:  # the mount makes modes up
+            text = f"all users can write {directory} (mode {stat.S_IMODE(mode):04o}): "
+            text += "a checkpoint that somebody else puts there can run code"
+            if mount.inspect(directory).kind is Kind.OBJECT_STORE:  # the mount invents modes
                 yield warn("access", text, "mount it with a umask")
             else:
                 yield fail("access", text, f"chmod o-w {shlex.quote(str(directory))}")
@@ -212,7 +213,7 @@ def _installed(package: str) -> str | None:
 
 
 def check_packages(config: Config, installed: Callable[[str], str | None] = _installed) -> Iterator[Check]:
-    """The torch that is installed, in the range that is tried and equal to the pin; the other pins.
+    """The torch that is installed, within the tested versions and equal to the pin; the other pins.
 
     Args:
         installed: the version of a package, None where it is not there.
@@ -221,7 +222,7 @@ def check_packages(config: Config, installed: Callable[[str], str | None] = _ins
     text = requirements.read_text() if requirements.is_file() else ""
     pins = dict(re.findall(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", text, re.M))
     if not pins:
-        yield warn("pins", f"{_REQUIREMENTS} pins nothing", "another day another torch: pin every package")
+        yield warn("pins", f"{_REQUIREMENTS} pins nothing", "pin every package, or versions change")
     version, pin, remedy = installed("torch"), pins.pop("torch", None), "bash startup/onstart.sh sets it up"
     oldest, untried = (".".join(map(str, limit)) for limit in (OLDEST_TORCH, FIRST_UNTRIED_TORCH))
     if version is None:
@@ -270,7 +271,7 @@ def check_interval(config: Config) -> Iterator[Check]:
         yield ok("interval", f"a save every {settings.every_steps} steps ({where})")
         return
     below = settings.every_steps < plan.floor_steps
-    cost = "a save would not be done before the next is due" if below else "more is lost than checkpoint.badput_target"
+    cost = "a save would not end before the next is due" if below else "more is lost than checkpoint.badput_target"
     remedy = f"checkpoint.every_steps={plan.save_interval_steps} follows from the figures"
     remedy += "; the run retunes it" if settings.retune else ""
     yield warn("interval", f"checkpoint.every_steps is {settings.every_steps}: {cost} ({where})", remedy)
@@ -337,7 +338,7 @@ def check_grace(config: Config, every_steps: int, step: float, save: float, sour
 
 
 def check_notices(config: Config) -> Iterator[Check]:
-    """Whatever is to announce a reclaim answers."""
+    """What announces a reclaim can be reached."""
     kind, _, argument = config.reclaim.notice.partition(":")
     signals = "SIGTERM, SIGINT and SIGUSR1 stop the run cleanly"
     if kind == "auto" and config.run.provider in notices.CLOUDS:
@@ -347,7 +348,7 @@ def check_notices(config: Config) -> Iterator[Check]:
             yield ok("notices", f"the metadata server of {kind} answers")
         else:
             text = f"the metadata server of {kind} does not answer: a reclaim comes without notice"
-            remedy = "is this one of its machines? A container needs a hop limit of 2; reclaim.notice=none does without"
+            remedy = "is this one of its machines? A container needs a hop limit of 2; reclaim.notice=none asks none"
             yield fail("notices", text, remedy)
     elif kind == "file":
         path = config.project / Path(argument).expanduser()
@@ -381,7 +382,7 @@ def _check_command(command: str, directory: Path) -> Check:
         shell, quiet = ["sh", "-c", command], subprocess.DEVNULL
         code = subprocess.run(shell, cwd=directory, stdin=quiet, stdout=quiet, stderr=quiet, timeout=10).returncode
     except subprocess.TimeoutExpired:
-        return warn("notices", f"{command!r} takes more than 10 s", "a notice would come late: make it quick")
+        return warn("notices", f"{command!r} takes more than 10 s", "a notice would come late: make it faster")
     if code == 0:
         return fail("notices", f"{command!r} exits with 0, a reclaim now", "it must fail until there is one")
     if code in (126, 127):
@@ -390,7 +391,7 @@ def _check_command(command: str, directory: Path) -> Check:
 
 
 def check_exit_codes(config: Config) -> Iterator[Check]:
-    """What the platform's files make of the code that means "start me again"."""
+    """Whether the files in deploy/ know the code that means "start me again"."""
     code = config.restart.exit_reclaimed
     files = sorted(path for path in (config.project / "deploy").rglob("*") if path.is_file())
     known = [path for path in files if re.search(rf"\b{RECLAIMED}\b", path.read_text(errors="replace"))]
@@ -401,7 +402,7 @@ def check_exit_codes(config: Config) -> Iterator[Check]:
     else:
         yield ok("exit codes", f"0 finished, {code} start again, 78 do not start again")
     if shutil.which("bash") is None:
-        yield fail("exit codes", "there is no bash here, which restart.sh needs", "install it")
+        yield fail("exit codes", "there is no bash here, which startup/onstart.sh is started with", "install it")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -428,10 +429,10 @@ def check_checkpoints(config: Config) -> Iterator[Check]:
     try:
         if newest.bytes > _READ_WHOLE_BYTES:
             commits.check_file(newest, newest.metadata)
-            how = "its sizes and metadata hold; `python -m trainer checkpoints verify` reads the rest"
+            how = "its sizes and metadata are right; `python -m trainer checkpoints verify` reads the rest"
         else:
             commits.verify(newest)
-            how = f"read whole in {span(time.monotonic() - begin)}, every checksum holds"
+            how = f"read whole in {span(time.monotonic() - begin)}, every checksum matches"
     except Damaged as damage:
         older = f"the next start quarantines it and goes on from step {complete[1].step}" if complete[1:] else ""
         yield fail("checkpoint", f"the newest is damaged: {damage}", older or "no other is left")
@@ -461,7 +462,7 @@ def check_drill(config: Config) -> Iterator[Check]:
     what = f"the last drill, {found.get('save_ranks', '?')} -> {found.get('resume_ranks', '?')} ranks,"
     if not passed:
         failed = ", ".join(check["name"] for check in found.get("checks", []) if not check["passed"])
-        yield fail("drill", f"{what} failed: {failed or 'see'} ({verdict})", "mend that, then drill again")
+        yield fail("drill", f"{what} failed: {failed or 'see'} ({verdict})", "fix that, then repeat the drill")
     elif age_s > _DRILL_AGE_S:
         yield warn("drill", f"{what} passed {span(age_s)} ago", remedy)
     else:
@@ -475,7 +476,7 @@ def check_secrets(config: Config) -> Iterator[Check]:
     if mode & 0o077:
         yield fail("secrets", f".env can be read by others (mode {mode:04o})", "chmod 600 .env")
     else:
-        yield ok("secrets", ".env is for its owner alone" if mode else "there is no .env")
+        yield ok("secrets", "only its owner can read .env" if mode else "there is no .env")
 
 
 CHECKS: dict[str, Callable[[Config], Iterator[Check]]] = {  # a check that breaks is a failure of this name

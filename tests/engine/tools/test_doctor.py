@@ -69,7 +69,7 @@ def grades(checks: object) -> dict[str, str]:
 def test_a_good_project_passes(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.doctor([], project=project) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith("fit for being interrupted: ")
+    assert lines[-1].startswith("ready to be interrupted: ")
     assert not [line for line in lines if line.startswith("fail")]
 
 

@@ -110,8 +110,8 @@ def account(
 
     Args:
         events: of the ledger, attempt by attempt.
-        steps: of the metrics, those that a later attempt did again too.
-        alive: whether an attempt whose end nobody recorded may still be running.
+        steps: of the metrics, including those that a later attempt repeated.
+        alive: whether an attempt whose end was not recorded may still be running.
     """
     run = reconstruct(events, steps, settings.every_steps, alive)
     seconds = _seconds(run)

@@ -1,6 +1,6 @@
 """What happened to a run: its attempts, saves and interruptions, put together from its ledger and its steps.
 
-An attempt trains from the end of its start-up to its last sign of life. Its first step may take longer than the others
+An attempt trains from the end of its start-up to its last event or step. Its first step may take longer than the others
 (compilation, warm-up); what it takes more is start-up too.
 """
 
@@ -28,7 +28,7 @@ class Attempt:
     """One start of the ranks. Times are Unix seconds."""
 
     attempt: int
-    start: float  # first sign of life
+    start: float  # first event
     trains: float  # start-up is over
     end: float
     reason: str | None  # None: it is running
@@ -107,9 +107,9 @@ def reconstruct(events: Sequence[Event], steps: Sequence[Step], every_steps: int
 
     Args:
         events: of the ledger, attempt by attempt.
-        steps: of the metrics, those that a later attempt did again too.
+        steps: of the metrics, including those that a later attempt repeated.
         every_steps: the configured interval.
-        alive: whether an attempt whose end nobody recorded may still be running.
+        alive: whether an attempt whose end was not recorded may still be running.
     """
     found: defaultdict[int, _Part] = defaultdict(_Part)
     for event in events:
@@ -179,7 +179,7 @@ def _attempts(parts: Mapping[int, _Part], lives: Mapping[int, Lifetime], alive: 
         began, stopped = part.last("attempt_started"), part.last("stopped")
         trains = began.time if began else life.start
         end = max(stopped.time if stopped else life.end, trains)
-        if life.reason in (None, KILLED):  # nobody wrote down when: it lived at least for its steps
+        if life.reason in (None, KILLED):  # its end was not recorded: it lasted at least for its steps
             stalls = sum(save.stall_s or 0.0 for save in part.saves)
             lived = trains + sum(step.seconds for step in part.steps) + stalls
             latest = lives[following].start if following in lives else math.inf

@@ -22,7 +22,7 @@ from trainer.tools.report.history import KINDS, End, median
 from trainer.tools.report.plot import OTHER, draw
 from trainer.wording import counted, percent, span
 
-_ALIVE_S = 60.0  # a run whose newest sign of life is older than this has ended
+_ALIVE_S = 60.0  # a run whose newest record is older than this has ended
 _SHOWN = 12  # interruptions and changes listed; JSON has all
 _OUTCOMES = ("committed", "failed", "lost")  # of saves
 _CHANGE = (
@@ -50,7 +50,7 @@ def report(overrides: Sequence[str], as_json: bool = False, plot: Path | None = 
         return 1
     reason = found.run.attempts[-1].reason
     state = {
-        None: f"running, last sign of life {span(age_s)} ago",
+        None: f"running, last record {span(age_s)} ago",
         "finished": "finished",
         KILLED: f"stopped without a status {span(age_s)} ago",
     }.get(reason, f"stopped ({reason})")
@@ -124,7 +124,7 @@ def _size(found: Account) -> int | None:
 
 
 def totals(interruptions: Sequence[End]) -> dict[str, dict[str, Any]]:
-    """Totals by kind, those that never happened too."""
+    """Totals by kind, including kinds that never happened."""
     found = {kind: [one for one in interruptions if one.kind == kind] for kind in KINDS}
     return {
         kind: {
