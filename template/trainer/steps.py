@@ -71,10 +71,8 @@ def counting(steps: Iterable[Step], starts: Mapping[int, int]) -> list[Step]:
 
 def starts(events: Iterable[Event]) -> dict[int, int]:
     """Attempt -> the step it started from, of those whose events say so."""
-    return {one.attempt: one.step for one in events if one.event in _STARTS and one.step is not None}
-
-
-_STARTS = ("resumed", "attempt_started")
+    named = (one for one in events if one.event in ("resumed", "attempt_started"))
+    return {one.attempt: one.step for one in named if one.step is not None}
 
 
 def read_counting(run_dir: Path, units_per_sample: float = 0.0) -> list[Step]:

@@ -9,22 +9,15 @@ from typing import Any
 from trainer.config.settings import Config
 from trainer.outcome import ConfigError
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What must not change under a run
-
 _FREE = {"data.workers", "data.prefetch", "optim.fused"}  # of the sections below: how fast, not what
 _WARN = {"data.micro_batch", "train.steps"}  # dropout masks and the schedule: may change, but say so
 
 
 def fingerprint(config: Config) -> dict[str, Any]:
     """What decides the numbers of a run, as `{dotted key: value}`: model, data, optimizer, seed, steps."""
-    sections = {name: getattr(config, name) for name in ("model", "data", "optim")}
-    values = {
-        f"{name}.{each.name}": getattr(section, each.name)
-        for name, section in sections.items()
-        for each in dataclasses.fields(section)
-    }
-    values |= {"task": config.task, "train.steps": config.train.steps}
+    values = {"task": config.task, "train.steps": config.train.steps}
+    for name in ("model", "data", "optim"):
+        values |= {f"{name}.{key}": value for key, value in dataclasses.asdict(getattr(config, name)).items()}
     return {key: value for key, value in values.items() if key not in _FREE}
 
 

@@ -57,23 +57,15 @@ NonNegativeFloat = Annotated[float, Limits("0 or more", minimum=0)]
 Share = Annotated[float, Limits("between 0 and 1", minimum=0, maximum=1)]
 ShareBelowOne = Annotated[float, Limits("at least 0 and below 1", minimum=0, exclusiveMaximum=1)]
 Target = Annotated[float, Limits("a share above 0 and below 1, such as 0.05", exclusiveMinimum=0, exclusiveMaximum=1)]
-Port = Annotated[int, Limits("between 1 and 65535", minimum=1, maximum=65535)]
 ExitCode = Annotated[int, Limits(f"between 1 and 255 and not {CONFIG}", minimum=1, maximum=255)]
-RunName = Annotated[
-    str,
-    Limits(
-        "letters, digits, '.', '_' and '-' only, beginning with a letter or digit",
-        pattern="([A-Za-z0-9][A-Za-z0-9._-]{0,99})?",
-    ),
-]
-MountPoint = Annotated[str, Limits("an absolute path, or empty for none", pattern="(/.*)?")]
-NoticeSource = Annotated[
-    str,
-    Limits(
-        "auto, none, aws, gcp, azure, alibaba, file:PATH or command:COMMAND",
-        pattern="auto|none|aws|gcp|azure|alibaba|(file|command):.*[^:]",
-    ),
-]
+_NAME = Limits(
+    "letters, digits, '.', '_' and '-' only, beginning with a letter or digit",
+    pattern="([A-Za-z0-9][A-Za-z0-9._-]{0,99})?",
+)
+_NOTICE = Limits(
+    "auto, none, aws, gcp, azure, alibaba, file:PATH or command:COMMAND",
+    pattern="auto|none|aws|gcp|azure|alibaba|(file|command):.*[^:]",
+)
 
 
 class Invalid(ValueError):
@@ -162,7 +154,7 @@ class LoggingConfig:
 class RunConfig:
     """The name of the run: its directory below `checkpoint.dir`."""
 
-    name: RunName = ""  # empty: the name of the project's folder
+    name: Annotated[str, _NAME] = ""  # empty: the name of the project's folder
     provider: Literal["local", "nexgpu", "aws", "gcp", "azure", "runpod", "vast", "slurm", "kubernetes"] = "local"
 
 
@@ -199,14 +191,14 @@ class NodesConfig:
 
     count: PositiveInt = 1
     rendezvous: str = ""  # HOST:PORT of node 0; empty: from the environment
-    port: Port = 29400
+    port: Annotated[int, Limits("between 1 and 65535", minimum=1, maximum=65535)] = 29400
 
 
 @dataclass(frozen=True)
 class VolumeConfig:
     """The persistent disk. Empty: none, and you make sure that `checkpoint.dir` is kept."""
 
-    mount: MountPoint = ""
+    mount: Annotated[str, Limits("an absolute path, or empty for none", pattern="(/.*)?")] = ""
     allow_ephemeral: bool = False  # accept memory, a container layer or an instance's own disk
 
 
@@ -241,7 +233,7 @@ class ReclaimConfig:
     """How the platform takes the machine away (`reclaim/`)."""
 
     grace_s: NonNegativeFloat = 30.0  # from the signal to the platform's SIGKILL; 0: no warning is given
-    notice: NoticeSource = "auto"  # auto, none, aws, gcp, azure, alibaba, file:PATH, command:COMMAND
+    notice: Annotated[str, _NOTICE] = "auto"  # auto, none, aws, gcp, azure, alibaba, file:PATH, command:COMMAND
 
 
 @dataclass(frozen=True)

@@ -4,50 +4,43 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from trainer.checkpoint import commit as commits
 from trainer.checkpoint import retention
-from trainer.checkpoint.commit import Commit
 from trainer.checkpoint.commit_mode import HIDDEN, MODES
 from trainer.checkpoint.lease import Fenced, commit_lock, current_epoch
 from trainer.config.settings import Config
 from trainer.interval import format_duration
 from trainer.outcome import Damaged, UnavailableError
 from trainer.storage import volume
+from trainer.wording import counted
+
+_KNOWN = ("step", "samples", "attempt", "bytes", "world_size", "time", "torch")  # of a checkpoint that can be read
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One directory that is, was or was to become a checkpoint."""
-
-    name: str
-    state: str  # complete, damaged, quarantined, unfinished, being removed
-    commit: Commit | None = None
-    problem: str = ""
-
-
-def entries(run_dir: Path) -> list[Entry]:
+def entries(run_dir: Path) -> list[dict[str, Any]]:
     """Everything of a run that has to do with checkpoints; complete ones first, newest first. Reads no shards."""
-    found = []
+    found: list[dict[str, Any]] = []
     for directory in commits.directories(run_dir):
         try:
             commit = commits.read_commit(directory)
             commits.check_sizes(commit)
         except Damaged as damage:
-            found.append(Entry(directory.name, "damaged", problem=str(damage)))
+            found.append({"name": directory.name, "state": "damaged", "problem": str(damage)})
         else:
-            marked = commits.is_marked(directory)
-            found.append(Entry(directory.name, "quarantined" if marked else "complete", commit))
-    if run_dir.is_dir():
-        states = {"corrupt_": "quarantined", ".step_": "unfinished", HIDDEN: "being removed"}
-        for path in sorted(run_dir.iterdir()):
-            for prefix, state in states.items():
-                if path.name.startswith(prefix) and path.is_dir():
-                    found.append(Entry(path.name, state))
+            state = "quarantined" if commits.is_marked(directory) else "complete"
+            known = {name: getattr(commit, name) for name in _KNOWN}
+            found.append({"name": directory.name, "state": state, "problem": "", **known})
+    states = {"corrupt_": "quarantined", ".step_": "unfinished", HIDDEN: "being removed"}
+    for path in sorted(run_dir.iterdir() if run_dir.is_dir() else []):
+        for prefix, state in states.items():
+            if path.name.startswith(prefix) and path.is_dir():
+                found.append({"name": path.name, "state": state, "problem": ""})
     return found
 
 
@@ -55,30 +48,18 @@ def show(run_dir: Path, *, as_json: bool) -> int:
     """Print every checkpoint with its size, age, world size and state. Returns the exit code."""
     found = entries(run_dir)
     if as_json:
-        click.echo(json.dumps([_as_dict(entry) for entry in found], indent=2))
-        return 0
-    if not found:
+        click.echo(json.dumps(found, indent=2))
+    elif not found:
         click.echo(f"{run_dir} holds no checkpoint")
-    for entry in found:
-        if entry.commit is None:
-            click.echo(f"{entry.name:<28} {entry.state:<14} {entry.problem}".rstrip())
-            continue
-        age = format_duration(round(max(0.0, time.time() - entry.commit.time)))
-        size = f"{entry.commit.bytes / 1e6:.1f} MB"
-        ranks = f"{entry.commit.world_size} rank{'' if entry.commit.world_size == 1 else 's'}"
-        click.echo(
-            f"{entry.name:<28} {entry.state:<14} {size:>12}  {ranks:>9}  attempt {entry.commit.attempt}  {age} old"
-        )
+    else:
+        for entry in found:
+            about = entry["problem"]
+            if "step" in entry:
+                age = format_duration(round(max(0.0, time.time() - entry["time"])))
+                size, ranks = f"{entry['bytes'] / 1e6:.1f} MB", counted(entry["world_size"], "rank")
+                about = f"{size:>12}  {ranks:>9}  attempt {entry['attempt']}  {age} old"
+            click.echo(f"{entry['name']:<28} {entry['state']:<14} {about}".rstrip())
     return 0
-
-
-def _as_dict(entry: Entry) -> dict[str, object]:
-    known: dict[str, object] = {"name": entry.name, "state": entry.state, "problem": entry.problem}
-    if entry.commit is not None:
-        commit = entry.commit
-        known |= {"step": commit.step, "samples": commit.samples, "attempt": commit.attempt, "bytes": commit.bytes}
-        known |= {"world_size": commit.world_size, "time": commit.time, "torch": commit.torch}
-    return known
 
 
 def verify(run_dir: Path, step: int | None = None) -> int:
