@@ -1,4 +1,4 @@
-"""The drill passes on a sound trainer and fails on one with a planted fault."""
+"""The drill fails on an engine with a planted fault; that it passes on a sound one is a test of every project."""
 
 from __future__ import annotations
 
@@ -55,24 +55,6 @@ def project(tmp_path: Path) -> Project:
         shutil.copytree(PROJECT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "text.txt").write_text("".join(f"{n} times {n} is {n * n}. " for n in range(2000)))
     return Project(tmp_path)
-
-
-def test_a_sound_trainer_passes(project: Project) -> None:
-    done = project.drill("--save-ranks", "2", "--resume-ranks", "1", "model.dropout=0.1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "PASSED" in done.stdout
-    verdict = project.verdict()
-    assert verdict["passed"]
-    assert [check["name"] for check in verdict["checks"]] == [
-        "every step once", "samples of each batch", "samples consumed", "learning rate", "loss", "gradient norm",
-        "weights", "optimizer state",
-    ]  # fmt: skip
-    recovery = verdict["recovery"]
-    assert 0 < recovery["resumed_from_step"] <= recovery["killed_after_step"] < STEPS
-    assert 0 < recovery["load_s"] < recovery["start_s"] < recovery["first_step_s"]
-    assert min(recovery["units_per_s_before"], recovery["units_per_s_after"]) > 0
-    assert sorted(path.name for path in (project.folder / "drill").iterdir()) == ["drill.json", "drill.png"]
-    assert not (project.folder / "checkpoints").exists()  # where the real run would be
 
 
 @pytest.mark.slow
