@@ -42,8 +42,8 @@ def _opened(config: Config) -> Task:
 
 
 def _assert_whole(broken: Iterator[str]) -> None:
-    found = list(broken)
-    assert not found, "\n".join(found)
+    if found := list(broken):
+        pytest.fail("\n".join(found), pytrace=False)
 
 
 def test_samples_are_a_function_of_their_numbers(task: Task) -> None:
