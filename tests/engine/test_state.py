@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from tasks.language_model.model import Transformer
 from tasks.language_model.settings import ModelConfig
 from trainer import parallel
-from trainer.checkpoint.dcp.reader import differences
+from trainer.checkpoint.dcp.reader import refuse_differences
 from trainer.config.settings import Config, OptimConfig, ParallelConfig, TrainConfig
 from trainer.data.plan import BatchPlan
 from trainer.optim import AveragedWeights, average_gradients, build_optimizer, set_learning_rate
@@ -131,8 +131,7 @@ def _load(state: TrainState, directory: Path, change: Mapping[str, Any] = {}) ->
     saved = {**FileSystemReader(directory).read_metadata().state_dict_metadata, **change}
     saved = {name: entry for name, entry in saved.items() if entry is not None}
     target = state.target(saved)
-    if found := differences(target, Metadata(saved)):
-        raise ConfigError("; ".join(found))
+    refuse_differences(target, Metadata(saved), SimpleNamespace(directory=directory))  # type: ignore[arg-type]
     load(target, checkpoint_id=directory)
     state.loaded()
 
@@ -250,7 +249,7 @@ def refusals(directory: Path) -> list[str]:
                 _load(_build(Setting("ddp"), world)[0], directory, change)
                 messages.append("loaded")
             except ConfigError as error:
-                messages.append(str(error))
+                messages.append(str(error).partition(" does not fit the model: ")[2].partition("; resume with")[0])
     return messages
 
 
