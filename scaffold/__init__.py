@@ -1,4 +1,4 @@
-"""`scaffold`: PyTorch training repos in which losing the GPU is routine."""
+"""`scaffold`: PyTorch training repos for GPUs that can be taken away."""
 
 
 class Refused(Exception):

@@ -1,4 +1,4 @@
-"""The words of the command line. What each command does is imported when it runs: `--help` must be instant."""
+"""The command line. What each command does is imported when it runs: `--help` must be instant."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="scaffold", prog_name="scaffold")
 def main() -> None:
-    """PyTorch training repos in which losing the GPU is routine."""
+    """PyTorch training repos for GPUs that can be taken away."""
 
 
 def _pairs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -67,7 +67,7 @@ def _pairs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 @click.argument("path", type=_FOLDER)
 @click.option("--defaults", is_flag=True, help="Ask nothing: take the default of every question not answered here.")
 @click.option("-d", "data", metavar="KEY=VALUE", multiple=True, callback=_pairs, help="Answer a question.")
-@click.option("--answers", "answers_file", type=_FILE, help="Answers from a YAML file; -d goes before it.")
+@click.option("--answers", "answers_file", type=_FILE, help="Answers from a YAML file; -d takes precedence.")
 @click.option("--source", metavar="SRC", help="Another template: a git checkout, a git URL or a git bundle.")
 @click.option("--ref", help="The template's tag, branch or commit.")
 @click.option("--dry-run", is_flag=True, help="Show the answers and the interval; write nothing.")
@@ -83,11 +83,11 @@ def new(**options: Any) -> None:
 @main.command()
 @click.option("--mtbi", type=_DURATION, help="Mean time between interruptions, such as 4h.")
 @click.option("--interruptions", "log", type=_FILE, help="Instead of --mtbi: a log, one interruption's time a line.")
-@click.option("--step-time", type=_DURATION, required=True, help="Of one optimizer step, such as 800ms.")
+@click.option("--step-time", type=_DURATION, required=True, help="Time of one optimizer step, such as 800ms.")
 @click.option("--save-time", type=_DURATION, required=True, help="Until a checkpoint is safe on the disk, such as 60s.")
-@click.option("--save-stall", type=_DURATION, help="That a save holds training up. [default: a tenth of --save-time]")
+@click.option("--save-stall", type=_DURATION, help="How long it holds up training. [default: a tenth of --save-time]")
 @click.option("--restart-time", type=_DURATION, default="5m", show_default=True, help="Interruption to first new step.")
-@click.option("--badput", type=_SHARE, default="5%", show_default=True, help="What saves and lost work may cost.")
+@click.option("--badput", type=_SHARE, default="5%", show_default=True, help="Most that saves and lost work may cost.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw it: FILE.png or FILE.svg.")
 def interval(
@@ -134,7 +134,7 @@ def interval(
 def update(path: Path) -> None:
     """Bring the project in PATH to the newest template.
 
-    Plain `copier update` does the same; this also copes with git settings that trip it, and exits 1 on conflicts.
+    Plain `copier update` does the same; this also works under git settings that break it, and exits 1 on conflicts.
     """
     from scaffold.update import run
 

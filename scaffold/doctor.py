@@ -1,5 +1,5 @@
-"""`scaffold doctor`: can this project be updated, is anything about it that an update would trip over, and where does
-it differ from its template. It changes nothing.
+"""`scaffold doctor`: whether this project can be updated, what would get in the way of an update, and where the project
+differs from its template. It changes nothing.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def _check_template(
     if unknown:
         say("warn", f"{ANSWERS} answers what the template does not ask: {', '.join(unknown)}")
     if derived:
-        say("warn", f"{ANSWERS} sets computed values, which is of no effect: {', '.join(derived)}")
+        say("warn", f"{ANSWERS} sets computed values, which has no effect: {', '.join(derived)}")
     if open_questions:
-        say("warn", f"{ANSWERS} leaves questions open, which an update will ask: {', '.join(open_questions)}")
+        say("warn", f"{ANSWERS} does not answer all questions; an update will ask: {', '.join(open_questions)}")
     if not (unknown or derived or open_questions):
         say("ok", f"{ANSWERS} answers all {len(given)} questions, and nothing else")
 

@@ -105,7 +105,7 @@ def create(request: Request) -> None:
 
 
 def _tell(request: Request, report: Mapping[str, Any], asking: bool) -> None:
-    """What a person wants to know at the end."""
+    """The messages at the end."""
     if request.dry_run:
         if not asking:
             click.echo("Answers:")
@@ -118,16 +118,16 @@ def _tell(request: Request, report: Mapping[str, Any], asking: bool) -> None:
         width = max(map(len, report["next"]))
         for command, purpose in zip(report["next"], why, strict=True):
             click.echo(f"  {command:<{width}}{purpose}".rstrip())
-    click.echo(f"The same again without questions:\n  {report['command']}")
+    click.echo(f"The same without questions:\n  {report['command']}")
     for note in report["notes"]:
         click.echo(f"Note: {note}", err=True)
 
 
 def _require_room(target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise Refused(f"{target} is there already and is not an empty folder: choose another path")
+        raise Refused(f"{target} exists and is not an empty folder: choose another path")
     if target.is_symlink():
-        raise Refused(f"{target} is a link that leads nowhere: choose another path")
+        raise Refused(f"{target} is a broken link: choose another path")
 
 
 def _read_answers(file: Path | None) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _ask(source: Source, staging: Path, given: Mapping[str, Any], request: Reque
         question = rendered.questions.get(key)
         if question is not None and not is_derived(question):
             continue
-        problem = "the template asks no such question" if question is None else "it is computed from the answers"
+        problem = "the template has no such question" if question is None else "it is computed from the answers"
         if key in request.data:
             raise click.UsageError(f"-d {key}={request.data[key]}: {problem}")
         raise Refused(f"--answers {request.answers_file}: {key}: {problem}")
@@ -206,7 +206,7 @@ def _name_the_question(error: Exception, given: Mapping[str, Any]) -> None:
 def _require_updatable(rendered: Rendered, source: Source) -> None:
     if not rendered.commit:
         raise Refused(
-            f"git cannot tell the commit of the template {source.url} (who owns it?): the project could not be updated"
+            f"git cannot tell the commit of the template {source.url} (is it yours?): the project could not be updated"
         )
 
 

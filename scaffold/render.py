@@ -1,4 +1,4 @@
-"""Copier, called: one place for what it must be told, for what is read from it and for what its errors mean."""
+"""Calls of Copier: its arguments, its results and its errors, in one place."""
 
 from __future__ import annotations
 

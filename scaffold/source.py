@@ -1,6 +1,6 @@
 """Which template, and at which commit: what Copier is given, and what it stores for later updates.
 
-Copier keeps the source's name in the project for ever, so it must be one that can still be found: the absolute path
+Copier keeps the source's name in the project forever, so it must be one that can still be found: the absolute path
 of a checkout, a git URL, or `~/.local/share/scaffold/template.bundle`. The commit is always named by its id: for the
 word HEAD, Copier would mix in uncommitted changes and store a commit that exists nowhere.
 """
@@ -25,7 +25,7 @@ _COPIER_PREFIXES = ("git@", "git+", "git://", "https://github.com/", "https://gi
 
 
 class SourceError(Refused):
-    """No template can be had from there; one line."""
+    """There is no template in this place; one line."""
 
 
 @dataclass(frozen=True)

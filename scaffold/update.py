@@ -1,6 +1,6 @@
-"""`scaffold update`: Copier's update where git's settings cannot trip it, with its conflicts listed.
+"""`scaffold update`: Copier's update under any git settings, with its conflicts listed.
 
-Whatever goes wrong on the way, the project is put back as it was: an update only begins in a clean project.
+If anything fails, the project is restored: an update only begins in a clean project.
 """
 
 from __future__ import annotations

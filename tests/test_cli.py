@@ -115,7 +115,7 @@ def test_answers_of_another_project_make_the_same_one_again(scaffold: Scaffold, 
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["new", "demo", "--defaults", "-d", "no_such=1"], 2, "-d no_such=1: the template asks no such question"),
+        (["new", "demo", "--defaults", "-d", "no_such=1"], 2, "-d no_such=1: the template has no such question"),
         (["new", "demo", "--defaults", "-d", "save_interval_steps=5"], 2, "is computed from the answers"),
         (["new", "demo", "--defaults", "-d", "mtbi"], 2, "'mtbi' is not KEY=VALUE"),
         (["new", "demo", "--defaults", "-d", "mtbi=soon"], 1, "'mtbi'.*not a duration"),

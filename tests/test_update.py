@@ -261,7 +261,7 @@ def test_doctor_shows_where_project_template_and_answers_part(
     for text in (
         "uncommitted changes",
         "does not ask: other",
-        "sets computed values, which is of no effect: shade",
+        "sets computed values, which has no effect: shade",
         "would bring changes of: lines.txt",
         "changed here since the template: lines.txt",
         "deleted here since the template: notes.md",

@@ -1,1 +1,1 @@
-"""A PyTorch training run for which interruption is routine."""
+"""A PyTorch training run that may be interrupted at any time."""

@@ -7,7 +7,7 @@ commit.py       COMMIT.json: what makes a directory a complete checkpoint, and h
 commit_mode.py  how that happens: by a rename, or file by file on mounts of object stores
 retention.py    which checkpoints go, and when their files do
 lease.py        one writer per run: lease, epoch, and the lock of every commit
-standalone.py   the same for ranks that no launcher started
+standalone.py   lease and ledger for ranks that no launcher started
 dcp/            torch's Distributed Checkpoint, its private names included
     stager.py   in the trainer: the copy of the state, in kept shared memory
     planner.py  in the writer process: that copy as tensors again

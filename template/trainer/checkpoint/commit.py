@@ -2,7 +2,7 @@
 
     step_00001000/  .metadata  __0_0.distcp …  COMMIT.json     complete
     .step_00001100.<attempt>/                                  being written
-    corrupt_step_00000900/                                     quarantined: a checksum did not hold
+    corrupt_step_00000900/                                     quarantined: a checksum did not match
 
 `commit_mode.py` has the other names, for mounts that cannot rename directories. Nothing here needs torch: launcher and
 reports use it too.
@@ -65,7 +65,7 @@ class Commit:
 
     @property
     def bytes(self) -> int:
-        """Of all files that COMMIT.json vouches for."""
+        """Of all files that COMMIT.json lists."""
         return sum(file.bytes for file in self.files.values())
 
     @property
@@ -106,15 +106,15 @@ def read_commit(directory: Path) -> Commit:
     """The COMMIT.json of `directory`, checked against its own checksum.
 
     Raises:
-        Damaged: it is missing, torn, altered, or of another step.
-        UnavailableError: it cannot be read now.
+        Damaged: it is missing, incomplete, altered, or of another step.
+        UnavailableError: it cannot be read for now.
     """
     path = directory / COMMIT
     try:
         body = json.loads(retry_io(path.read_bytes, path))
         claimed = body.pop("self")
         if claimed != _self_sum(body):
-            raise Damaged(f"{path}: its own checksum does not hold")
+            raise Damaged(f"{path}: its own checksum does not match")
         if body.pop("format") != FORMAT:
             raise Damaged(f"{path}: of a format that this version does not know")
         files = {name: FileSum(**file) for name, file in body.pop("files").items()}
@@ -132,7 +132,7 @@ def read_commit(directory: Path) -> Commit:
 
 
 def check_sizes(commit: Commit) -> None:
-    """Look that every file is there with its size. Raises Damaged or UnavailableError."""
+    """Check that every file is there with its size. Raises Damaged or UnavailableError."""
     for name, expected in commit.files.items():
         path = commit.directory / name
         try:
@@ -153,7 +153,7 @@ def check_file(commit: Commit, name: str) -> None:
 
 
 def read_checked(commit: Commit, name: str) -> bytes:
-    """The content of one small file of the checkpoint, the very bytes compared. Raises Damaged or UnavailableError."""
+    """The content of one small file of the checkpoint, as it was checked. Raises Damaged or UnavailableError."""
     path = commit.directory / name
     try:
         content = retry_io(path.read_bytes, path)
@@ -182,11 +182,11 @@ def _compare(path: Path, expected: FileSum, found: FileSum) -> None:
     if found.bytes != expected.bytes:
         raise Damaged(f"{path}: {found.bytes} bytes where {expected.bytes} were committed")
     if found != expected:
-        raise Damaged(f"{path}: its checksum does not hold")
+        raise Damaged(f"{path}: its checksum does not match")
 
 
 def verify(commit: Commit) -> None:
-    """Check everything that COMMIT.json vouches for. Raises Damaged or UnavailableError."""
+    """Check everything that COMMIT.json lists. Raises Damaged or UnavailableError."""
     check_sizes(commit)
     for name in commit.files:
         check_file(commit, name)
@@ -248,14 +248,14 @@ def retry_io(read: Callable[[], T], path: Path, attempts: int = 4, pause_s: floa
             if attempt == attempts:
                 raise UnavailableError(
                     f"{path}: cannot be read ({error.strerror}), {attempts} times; nothing was changed, "
-                    f"start again when the volume is well"
+                    f"start again when the volume works"
                 ) from error
             time.sleep(pause_s * 2 ** (attempt - 1))
     raise AssertionError("unreachable")
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in `path` durable. Mounts that know no such thing are left alone. Raises OSError."""
+    """Make the names in `path` durable; does nothing on mounts that cannot. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

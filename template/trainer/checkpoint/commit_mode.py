@@ -1,4 +1,4 @@
-"""How a checkpoint becomes complete, and stops being one: all that depends on whether directories rename atomically.
+"""How a checkpoint becomes complete, and stops being one: what depends on whether renaming a directory is atomic.
 
 `rename`: written to a hidden directory, committed by one rename, hidden again by another before it is deleted.
 `manifest`, for mounts of object stores: written in place under names that carry the attempt; COMMIT.json appearing is
@@ -42,7 +42,7 @@ class CommitMode(ABC):
 
     @abstractmethod
     def hide(self, directory: Path) -> Path:
-        """Make a checkpoint's directory no checkpoint any more, in one step. Returns what is left to delete."""
+        """Make a directory cease to be a checkpoint, in one step. Returns what is left to delete."""
 
     @abstractmethod
     def quarantine(self, directory: Path, why: str) -> Path:

@@ -59,7 +59,7 @@ class Record:
 
 
 def read_record(run_dir: Path) -> Record | None:
-    """lease.json, or None where there is none that can be understood."""
+    """lease.json, or None where there is none, or it cannot be parsed."""
     try:
         record = Record(**json.loads((run_dir / _LEASE).read_bytes()))
     except (FileNotFoundError, ValueError, TypeError, RecursionError):
@@ -155,7 +155,7 @@ class Lease:
         """Take the run's lease, at once where the last holder is known to be gone, else after `stale_s`.
 
         Args:
-            holder_extra: what else to say of the holder in lease.json.
+            holder_extra: what else lease.json records of the holder.
 
         Raises:
             UnavailableError: a living process holds it; the text names it and the age of its heartbeat.

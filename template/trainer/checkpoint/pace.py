@@ -30,7 +30,7 @@ class Pace:
         self._ticked: float | None = None
         self._warm = False
         self._saving = False
-        self._quiet_s: deque[float] = deque(maxlen=_WINDOW)  # durations of steps without a save in flight
+        self._quiet_s: deque[float] = deque(maxlen=_WINDOW)  # durations of steps without a pending save
         self._busy_s: deque[float] = deque(maxlen=_WINDOW)  # and with one
         self._save_s: deque[float] = deque(maxlen=3)
         self._stall_s: deque[float] = deque(maxlen=5)

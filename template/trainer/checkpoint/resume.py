@@ -1,6 +1,6 @@
-"""Resuming: choose the newest checkpoint that is whole, verify it on all ranks, load it.
+"""Resuming: choose the newest checkpoint that is not damaged, verify it on all ranks, load it.
 
-Nothing is unpickled before its checksum has held, and an I/O error is never taken for damage.
+Nothing is unpickled before its checksum has matched, and an I/O error is never taken for damage.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class State(Protocol):
 
 @dataclass(frozen=True)
 class Resumer:
-    """Loads the newest checkpoint that is whole, on all ranks of `group` together.
+    """Loads the newest checkpoint that is not damaged, on all ranks of `group` together.
 
     Args:
-        attempt: the lease's epoch; a later one may quarantine what this one then leaves alone.
+        attempt: the lease's epoch; once a later one has begun, this one quarantines nothing.
         accepted: dotted keys of the fingerprint that may differ from the checkpoint's.
     """
 
@@ -55,7 +55,7 @@ class Resumer:
     accepted: Sequence[str] = ()
 
     def choose(self) -> Commit | None:
-        """The newest checkpoint that is whole; None where there has never been one. Damaged ones are quarantined.
+        """The newest checkpoint that is not damaged; None where there has never been one. Damaged ones are quarantined.
 
         Rank 0 chooses; all ranks verify a share of the shards and agree.
 
@@ -95,7 +95,7 @@ class Resumer:
             log.warning("resuming from step %d although %s", commit.step, warning)
 
     def _newest(self) -> Commit | None:
-        """Rank 0: the newest checkpoint whose COMMIT.json, sizes and `.metadata` hold; those before it quarantined."""
+        """Rank 0: the newest checkpoint whose COMMIT.json, sizes and `.metadata` match; newer ones quarantined."""
         for directory in self.mode.candidates(self.run_dir):
             try:
                 commit = commits.read_commit(directory)

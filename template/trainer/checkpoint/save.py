@@ -1,4 +1,4 @@
-"""What the training loop sees of checkpoints: resume, tick, save, settle, finish.
+"""What the training loop uses of checkpoints: resume, tick, save, settle, finish.
 
 Every method but `tick` is called by all ranks, at the same step. Nothing that differs between ranks decides anything:
 `status` gives this rank's numbers to the reduction of each step, and `settle` acts on the reduced ones.
@@ -74,7 +74,7 @@ class PendingSave:
         return self.future.exception() if self.future.done() else None
 
     def wait(self, patience_s: float) -> None:
-        """Until it has ended, for better or worse, or `patience_s` are over."""
+        """Until it has ended, with or without an error, or `patience_s` are over."""
         with contextlib.suppress(TimeoutError):
             self.future.exception(timeout=patience_s)
 
@@ -206,7 +206,7 @@ class Checkpoints:
     def settle(self, done_everywhere: bool, failed_anywhere: bool) -> None:
         """Act on the reduced `status` of all ranks: mark a save as committed, or replace the writers after a failure.
 
-        The numbers may be one step old; those from before the last `save` or failure are passed over.
+        The numbers may be one step old; those from before the last `save` or failure are ignored.
 
         Raises:
             SavesFailed: one failure too many, on all ranks alike.
@@ -316,7 +316,7 @@ class Checkpoints:
         """A save failed, or a writer process is gone: replace all of them together, plan caches with them."""
         pending, self._pending = self._pending, None
         reasons = [text for text in gather(self.group, self._reason(pending)) if text]
-        reason = reasons[0] if reasons else "for a reason that no rank knows"
+        reason = reasons[0] if reasons else "for an unknown reason"
         process.end(0.0)
         if pending is not None:
             pending.wait(CRASH_PATIENCE_S)
@@ -341,7 +341,7 @@ class Checkpoints:
             kept = f"the newest one is step {newest}" if newest is not None else "there is none yet"
             raise SavesFailed(
                 f"{limit} saves in a row failed, the last with: {reason}; "
-                f"checkpoints that are complete were kept ({kept}): mend the volume or the machine, then start again"
+                f"checkpoints that are complete were kept ({kept}): fix the volume or the machine, then start again"
             )
         self._start_process()
         self._stale, self._dry_run_done = True, False

@@ -1,4 +1,4 @@
-"""`python -m trainer checkpoints list|verify|prune`: what is on the disk, for a person to read."""
+"""`python -m trainer checkpoints list|verify|prune`: what is on the disk, for people."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def show(run_dir: Path, *, as_json: bool) -> int:
 
 
 def verify(run_dir: Path, step: int | None = None) -> int:
-    """Read every byte of the complete checkpoints (or that of `step`); say which hold. Returns the exit code."""
+    """Read every byte of the complete checkpoints (or that of `step`); say which match. Returns the exit code."""
     directories = [path for path in commits.directories(run_dir) if step in (None, commits.step_of(path.name))]
     if not directories:
         click.echo(f"{run_dir} holds no checkpoint" + ("" if step is None else f" of step {step}"))

@@ -1,4 +1,4 @@
-"""What is written of what `stager.py` copied: the arena as tensors again, in the writer process, without copying."""
+"""In the writer process: the arena that `stager.py` filled, as tensors again, without copying."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ArenaPlanner(DefaultSavePlanner):
     """Plans a save of what `ArenaStager` staged. Take a new one for each save: plans are cached in the process.
 
     DCP's own comparison of a plan with the cached one does not look at dtypes; here a plan is unchanged when its layout
-    is the very same, so that none of the cache's known faults is met.
+    is the same object, so that the cache's known faults do not matter.
     """
 
     def __init__(self) -> None:

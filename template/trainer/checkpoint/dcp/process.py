@@ -1,7 +1,7 @@
 """The background process that writes: how it is started, given work, watched and ended, and how it behaves.
 
 It is torch's (`async_save` in PROCESS mode), one beside each rank. torchrun signals whole process groups, so it
-ignores the signals of a reclaim; multiprocessing would then wait for it for ever at exit, so it is ended explicitly.
+ignores the signals of a reclaim; multiprocessing would then wait for it forever at exit, so it is ended explicitly.
 Of torch's private names, those of this process are used in this file alone; `test_private_names.py` says what to do
 when they move.
 """

@@ -165,7 +165,7 @@ class CommittingWriter(DryRunSave):
     """Writes one checkpoint and commits it. A new one for each save.
 
     Raises (DCP carries it to every rank):
-        OSError: ENOSPC before anything is written where the volume has no room for it; whatever the volume says later.
+        OSError: ENOSPC before anything is written where the volume has no room for it; others from the volume.
         Fenced, UnavailableError: as `lease.commit_lock`.
         RuntimeError: DCP's results do not cover what was planned.
     """
@@ -242,7 +242,7 @@ class CommittingWriter(DryRunSave):
 
 
 def wait_until_visible(commit: Commit) -> None:
-    """See that all files are here: other nodes wrote some of them, perhaps to a disk that is not the shared one.
+    """Check that all files are here: other nodes wrote some of them, perhaps to a disk that is not the shared one.
 
     Raises:
         Damaged: after some seconds, in which a network file system may show them.
