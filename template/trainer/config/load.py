@@ -52,11 +52,8 @@ def load_config(overrides: Iterable[str] = (), project: Path = PROJECT) -> Confi
 def sections_of(task: str, where: str = "task") -> dict[str, type]:
     """The dataclass of every section, in the files' order; `model` and `data` are those of the task's `settings.py`.
 
-    Args:
-        where: the task's name stands, for an error.
-
     Raises:
-        ConfigError: there is no such task, or its settings cannot be used.
+        ConfigError: there is no such task (`where` says who named it), or its settings cannot be used.
     """
     hints = typing.get_type_hints(Config)
     kinds = {section: hints[section] for sections in FILE_SECTIONS.values() for section in sections}

@@ -102,10 +102,6 @@ def examine(overrides: Sequence[str], project: Path = PROJECT) -> Iterator[Check
             yield fail(name, str(error), "see that the volume is attached and readable, then try again")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The disk
-
-
 def check_storage(config: Config) -> Iterator[Check]:
     """Persistent, on the volume, able to rename and fsync, and large enough."""
     lines = volume.prepare(config)
@@ -129,8 +125,7 @@ def check_storage(config: Config) -> Iterator[Check]:
 def size_of_checkpoint(config: Config) -> tuple[int, str, int]:
     """Bytes of one checkpoint, where the figure is from, and how many complete ones there are.
 
-    Raises:
-        ConfigError: there is none, and the task builds no model to estimate it from.
+    Raises ConfigError where there is none, and the task builds no model to estimate it from.
     """
     if found := commits.complete(config.run_dir):
         return found[0].bytes, f"as step {found[0].step}", len(found)
@@ -168,10 +163,6 @@ def check_access(config: Config) -> Iterator[Check]:
                 yield fail("access", text, f"chmod o-w {shlex.quote(str(directory))}")
             return
     yield ok("access", "only owner and group can write checkpoints")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The machine
 
 
 def check_ranks(config: Config) -> Iterator[Check]:
@@ -213,11 +204,7 @@ def _installed(package: str) -> str | None:
 
 
 def check_packages(config: Config, installed: Callable[[str], str | None] = _installed) -> Iterator[Check]:
-    """The torch that is installed, within the tested versions and equal to the pin; the other pins.
-
-    Args:
-        installed: the version of a package, None where it is not there.
-    """
+    """The torch that is installed, within the tested versions and equal to the pin; the other pins."""
     requirements = config.project / _REQUIREMENTS
     text = requirements.read_text() if requirements.is_file() else ""
     pins = dict(re.findall(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", text, re.M))
@@ -252,10 +239,6 @@ def check_image(config: Config) -> Iterator[Check]:
     else:
         grade = ok if config.run.provider == "local" else warn
         yield grade("image", "no container image is named (image.ref)")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The plan
 
 
 def check_interval(config: Config) -> Iterator[Check]:
@@ -309,12 +292,7 @@ def timed_write(directory: Path, size: int) -> float:
 
 
 def check_grace(config: Config, every_steps: int, step: float, save: float, source: str) -> Check:
-    """What a reclaim would cost, by the launcher's own decision.
-
-    Args:
-        step, save: seconds of a step and of a save until it is durable.
-        source: where the latter is from.
-    """
+    """What a reclaim would cost, by the launcher's own decision; `step` and `save` in seconds."""
     grace_s = config.reclaim.grace_s
     left_s = requests.usable_s(grace_s)
     in_flight = math.ceil(save / step)  # steps made while a save is written
@@ -325,16 +303,9 @@ def check_grace(config: Config, every_steps: int, step: float, save: float, sour
         return ok("grace", f"{figures}: no step is lost at a reclaim, up to {in_flight} while a save is being written")
     mean, most = every_steps // 2 + in_flight, every_steps + in_flight
     lost = f"a reclaim loses about {counted(mean, 'step')} ({span(mean * step)}), {most} at most"
-    return warn(
-        "grace",
-        f"{figures}: too little for a last save; {lost}",
-        "a longer grace period where the platform has one (reclaim.grace_s says which), a notice source, "
-        "or saves more often (checkpoint.every_steps)",
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The reclaim
+    remedy = "a longer grace period where the platform has one (reclaim.grace_s says which), a notice source, "
+    remedy += "or saves more often (checkpoint.every_steps)"
+    return warn("grace", f"{figures}: too little for a last save; {lost}", remedy)
 
 
 def check_notices(config: Config) -> Iterator[Check]:
@@ -403,10 +374,6 @@ def check_exit_codes(config: Config) -> Iterator[Check]:
         yield ok("exit codes", f"0 finished, {code} start again, 78 do not start again")
     if shutil.which("bash") is None:
         yield fail("exit codes", "there is no bash here, which startup/onstart.sh is started with", "install it")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What there is already
 
 
 def check_checkpoints(config: Config) -> Iterator[Check]:

@@ -173,10 +173,6 @@ def _settings(overrides: Sequence[str], steps: int, small: bool) -> list[str]:
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Running
-
-
 def _rehearse(settings: Sequence[str], save_ranks: int, resume_ranks: int, folder: Path) -> Runs:
     """Steps 1 to 4. Raises RunFailed."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves like Ctrl-C: through what ends the runs
@@ -276,10 +272,6 @@ class _Run:
         return RunFailed(f"a run of the drill ended with exit code {code}: {last} (all of it: {self.log})")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Comparing
-
-
 def compare_lines(expected: Sequence[Step], found: Sequence[Step], steps: int, tolerance: Tolerance) -> list[Check]:
     """The metrics of the uninterrupted run against those that count of the interrupted one, step by step."""
     by_step = {line.step: line for line in found}
@@ -339,10 +331,6 @@ def _compare_tensors(kind: str, prefix: str, expected: Path, found: Path, steps:
         count = len(one)
     text = f"{counted(count, 'tensor')} of steps {', '.join(map(str, steps))}: "
     return Check(kind, True, text + ("equal" if worst == 0 else f"at most {worst:.1e} apart ({where})"))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Showing
 
 
 def _print(checks: Sequence[Check], recovery: Recovery, save_ranks: int, resume_ranks: int) -> None:

@@ -69,10 +69,6 @@ class Assumption:
     over: str  # what it was measured over
     off: bool
 
-    @property
-    def found(self) -> float:
-        return self.assumed if self.measured is None else self.measured
-
 
 @dataclass(frozen=True)
 class Account:
@@ -117,6 +113,7 @@ def account(
     seconds = _seconds(run)
     current_steps = _current_interval(run) or settings.every_steps
     assumptions = _assumptions(run, settings, seconds)
+    best_known = (one.assumed if one.measured is None else one.measured for one in assumptions)
     units = sum(one.units_per_s * one.seconds for one in run.counting)
     return Account(
         run=run,
@@ -125,7 +122,7 @@ def account(
         badput={
             "measured": Badput(*map(seconds.share, (seconds.stall, seconds.lost, seconds.restart))),
             "promised": badput(settings.every_steps, *(one.assumed for one in assumptions)),
-            "expected": badput(current_steps, *(one.found for one in assumptions)),
+            "expected": badput(current_steps, *best_known),
         },
         assumptions=assumptions,
         stall_s=spread(run.saves, "stall_s"),
@@ -140,7 +137,7 @@ def account(
 
 
 def _seconds(run: History) -> Seconds:
-    elapsed = max((one.end for one in run.attempts), default=0.0) - run.attempts[0].start if run.attempts else 0.0
+    elapsed = max(one.end for one in run.attempts) - run.attempts[0].start if run.attempts else 0.0
     trained = [(one, end) for one, end in zip(run.attempts, run.ends, strict=True) if one.last_step is not None]
     lost = sum(end.lost_s for _, end in trained)
     restart = sum(end.recovery_s or 0.0 for _, end in trained)

@@ -12,11 +12,12 @@ from trainer.wording import counted
 def suggestions(found: Account, settings: CheckpointConfig, grace_s: float) -> list[str]:
     """One line each; none where the assumptions hold."""
     lines = []
-    off = {one.key.partition(".")[2]: one for one in found.assumptions if one.off}
-    values = {one.key.partition(".")[2]: one.assumed for one in found.assumptions}
+    assumptions = {one.key.removeprefix("checkpoint."): one for one in found.assumptions}
+    values = {name: one.assumed for name, one in assumptions.items()}
+    off = {name: one for name, one in assumptions.items() if one.off}
     for name, one in off.items():
         values[name] = float(f"{one.measured:.2g}")
-        lines.append(f"{one.key}: {_plain(values[name])} instead of {_plain(one.assumed)} (measured over {one.over})")
+        lines.append(f"{one.key}: {values[name]:.15g} instead of {one.assumed:.15g} (measured over {one.over})")
     if off:
         try:
             steps = compute_interval(**values, badput_target=settings.badput_target).save_interval_steps
@@ -41,7 +42,3 @@ def suggestions(found: Account, settings: CheckpointConfig, grace_s: float) -> l
             f"{counted(failed, 'save')} failed, with the reasons above: check the disk, run `python -m trainer doctor`"
         )
     return lines
-
-
-def _plain(value: float) -> str:
-    return f"{value:.6f}".rstrip("0").rstrip(".") if value < 1e15 else f"{value:g}"

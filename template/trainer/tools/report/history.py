@@ -121,9 +121,9 @@ def reconstruct(events: Sequence[Event], steps: Sequence[Step], every_steps: int
         part.saves = _saves(part.events)
     attempts = _attempts(parts, lifetimes(events), alive)
     saves = [save for part in parts.values() for save in part.saves]
+    running = next((one.attempt for one in attempts[-1:] if one.reason is None), None)
     for save in saves:
-        running = save.attempt == attempts[-1].attempt and attempts[-1].reason is None
-        save.outcome = save.outcome or ("running" if running else "lost")
+        save.outcome = save.outcome or ("running" if save.attempt == running else "lost")
     typical_s = _typical_s(part.steps for part in parts.values())
     return History(
         events=events,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import Counter
@@ -25,6 +26,7 @@ from trainer.wording import counted, percent, span
 _ALIVE_S = 60.0  # a run whose newest record is older than this has ended
 _SHOWN = 12  # interruptions and changes listed; JSON has all
 _OUTCOMES = ("committed", "failed", "lost")  # of saves
+_FAILURE = ("attempt", "step", "reason")
 _CHANGE = (
     "time", "attempt", "step", "before", "every_steps", "step_time_s", "save_time_s", "save_stall_s", "mtbi_s",
     "warning",
@@ -45,8 +47,8 @@ def report(overrides: Sequence[str], as_json: bool = False, plot: Path | None = 
     age_s = max(0.0, time.time() - max((path.stat().st_mtime for path in signs if path.exists()), default=0.0))
     found = read_account(config, alive=age_s < _ALIVE_S)
     if not found.run.attempts:
-        nothing = f"nothing recorded yet: {run_dir} has no ledger and no metrics; ./restart.sh starts the run"
-        click.echo(nothing, err=True)
+        text = f"nothing recorded yet: {run_dir} has no ledger and no metrics; ./restart.sh starts the run"
+        click.echo(text, err=True)
         return 1
     reason = found.run.attempts[-1].reason
     state = {
@@ -94,12 +96,8 @@ def to_json(found: Account, config: Config, state: str, advice: Sequence[str]) -
         "saves": {
             **{outcome: len(saves) for outcome, saves in outcomes.items()},
             "bytes": _size(found),
-            "stall_s": asdict(found.stall_s),
-            "write_s": asdict(found.write_s),
-            "durable_s": asdict(found.durable_s),
-            "failures": [
-                {"attempt": save.attempt, "step": save.step, "reason": save.reason} for save in outcomes["failed"]
-            ],
+            **{name: asdict(getattr(found, name)) for name in ("stall_s", "write_s", "durable_s")},
+            "failures": [{name: getattr(save, name) for name in _FAILURE} for save in outcomes["failed"]],
         },
         "throughput": {
             "unit": found.unit,
@@ -253,11 +251,7 @@ def _interval(found: Account, settings: CheckpointConfig) -> list[str]:
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Rows as aligned columns, the first `left` of them to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows)))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ).rstrip()
-        for row in rows
-    ]
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue="")]
+    sides = ["<"] * left + [">"] * (len(widths) - left)
+    cells = ([f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=False)] for row in rows)
+    return ["  ".join(row).rstrip() for row in cells]
