@@ -100,7 +100,16 @@ def judge(line: MountLine | None, in_container: bool = False, device: str = "") 
     """The verdict on a mount, from its line alone, what is known of its block device, and where we run."""
     if line is None:
         return Mount(Path("/"), "?", Kind.UNKNOWN, "WARN", "is on a mount that /proc/self/mountinfo does not show")
-    fstype, source, kind = line.fstype, line.source, _kind(line, in_container, device)
+    fstype, source, kind = line.fstype, line.source, _KINDS.get(line.fstype, Kind.UNKNOWN)
+    folder_of_the_host = in_container and line.point == "/" and line.root != "/"  # a whole disk is a virtual machine's
+    if kind is Kind.MEMORY or re.match(r"/dev/z?ram\d", source):
+        kind = Kind.MEMORY
+    elif kind is Kind.CONTAINER_LAYER or folder_of_the_host:
+        kind = Kind.CONTAINER_LAYER
+    elif _EPHEMERAL_DEVICES.search(device):
+        kind = Kind.EPHEMERAL
+    elif fstype == "fuse" and not source.startswith("/"):  # it is named after a bucket
+        kind = Kind.OBJECT_STORE
     verdict, why = {
         Kind.MEMORY: ("FAIL", f"is in memory ({fstype}): gone with the machine"),
         Kind.CONTAINER_LAYER: ("FAIL", f"is in the container's own layer ({fstype}): gone with it"),
@@ -115,20 +124,6 @@ def judge(line: MountLine | None, in_container: bool = False, device: str = "") 
     if kind is Kind.LOCAL and line.point == "/":
         verdict, why = "WARN", "is on the root disk: lost where that is deleted with the instance"
     return Mount(Path(line.point), fstype, kind, verdict, why)
-
-
-def _kind(line: MountLine, in_container: bool, device: str) -> Kind:
-    kind = _KINDS.get(line.fstype, Kind.UNKNOWN)
-    if kind is Kind.MEMORY or re.match(r"/dev/z?ram\d", line.source):
-        return Kind.MEMORY
-    folder_of_the_host = in_container and line.point == "/" and line.root != "/"  # a whole disk is a virtual machine's
-    if kind is Kind.CONTAINER_LAYER or folder_of_the_host:
-        return Kind.CONTAINER_LAYER
-    if _EPHEMERAL_DEVICES.search(device):
-        return Kind.EPHEMERAL
-    if line.fstype == "fuse" and not line.source.startswith("/"):  # it is named after a bucket
-        return Kind.OBJECT_STORE
-    return kind
 
 
 def _device_name(number: str) -> str:

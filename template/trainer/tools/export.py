@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-import torch
 
 from trainer.config.load import load_config
 from trainer.outcome import ConfigError
@@ -29,6 +28,6 @@ def export(overrides: Sequence[str], output: Path, *, step: int | None, averaged
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
         raise ConfigError(f"{output} cannot be written ({error})") from None
-    count = sum(value.numel() for value in weights.values() if isinstance(value, torch.Tensor))
+    count = sum(value.numel() for value in tensors.values())
     click.echo(f"wrote {output}: {len(weights)} tensors, {count:,} numbers, after step {step}")
     return 0
