@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "nexgpu": {"provider": "nexgpu", "parallelism": "hsdp", "nodes": 2, "model_size": "350m"},
     "aws": {"provider": "aws", "deploy_targets": ["vm", "skypilot"], "model_size": "1b", "on_gpu_count_change": "hold"},
+    "images": {"task": "image_classifier", "steps": 300},
     "gcp": {"provider": "gcp", "deploy_targets": ["vm", "kubernetes"], "parallelism": "ddp", "model_size": "125m"},
     "azure": {"provider": "azure", "deploy_targets": ["vm"], "gpus": 3, "min_gpus": 2, "on_gpu_count_change": "fail"},
     "runpod": {"provider": "runpod", "deploy_targets": ["nexgpu", "dstack"], "model_size": "350m"},
@@ -138,7 +139,9 @@ def test_answers_reach_the_settings(variant: tuple[Path, dict[str, Any]]) -> Non
     assert config.reclaim.grace_s == answers["grace_seconds"]
     assert config.parallel.strategy == answers["parallelism"]
     assert (config.data.global_batch, config.data.micro_batch) == (answers["global_batch"], answers["micro_batch"])
-    assert (config.data.sequence_length, config.train.steps) == (answers["sequence_length"], answers["steps"])
+    assert (config.task, config.train.steps) == (answers["task"], answers["steps"])
+    if config.task == "language_model":
+        assert config.data.sequence_length == answers["sequence_length"]
     assert config.optim.warmup_steps <= config.train.steps
     assert config.checkpoint.keep_last == answers["keep_last"]
 
@@ -150,11 +153,12 @@ def test_the_saves_come_at_the_calculated_interval(variant: tuple[Path, dict[str
 
 
 def test_the_yaml_files_name_every_setting_once(variant: tuple[Path, dict[str, Any]]) -> None:
+    kinds = sections_of(variant[1]["task"])
     for file, sections in FILE_SECTIONS.items():
         tree = yaml.safe_load((variant[0] / file).read_text())
         assert list(tree) == (["task", *sections] if file == CONFIG_FILE else list(sections))
         for section in sections:
-            fields = [each.name for each in dataclasses.fields(SECTIONS[section])]
+            fields = [each.name for each in dataclasses.fields(kinds[section])]
             if section == "data":  # its own keys of the task come first, as they matter most
                 assert sorted(tree[section]) == sorted(fields)
             else:
@@ -236,7 +240,8 @@ def test_python_is_rendered_byte_for_byte(source: Path, projects: dict[str, Path
     modules = list((source / "template").rglob("*.py"))
     assert modules
     for path in modules:
-        assert (projects["everything"] / path.relative_to(source / "template")).read_bytes() == path.read_bytes()
+        variant = "images" if "image_classifier" in path.parts else "everything"
+        assert (projects[variant] / path.relative_to(source / "template")).read_bytes() == path.read_bytes()
 
 
 def test_scripts_can_be_executed(projects: dict[str, Path]) -> None:
@@ -402,7 +407,7 @@ def test_copier_yml_needs_no_trust_and_uses_known_keys_only() -> None:
         "_message_after_update",
     }
     for key, question in ASKED.items():
-        assert set(question) <= {"type", "help", "choices", "multiselect", "default", "validator", "ask"}, key
+        assert set(question) <= {"type", "help", "choices", "multiselect", "default", "validator", "ask", "when"}, key
         assert {"type", "help", "default", "ask"} <= set(question), key
         assert f"{key} is undefined" in question["ask"]
         assert "validator" in question or "choices" in question, key
@@ -563,7 +568,7 @@ def test_the_readme_names_commands_and_settings_that_exist(variant: tuple[Path, 
     for command in commands:
         assert re.search(rf"^(?:def {command}\(|@main.command\(\"{command}\")", source, re.MULTILINE), command
     modules = re.findall(r"python -m (tasks[.a-z_]+)", text)
-    assert "tasks.language_model.sample" in modules
+    assert ("tasks.language_model.sample" in modules) == (variant[1]["task"] == "language_model")
     for path in [*(f"{module.replace('.', '/')}.py" for module in modules), *re.findall(r"`(t[a-z_/]+\.py)`", text)]:
         assert (variant[0] / path).is_file(), path
     for section, name in set(re.findall(rf"\b({'|'.join(SECTIONS)})\.([a-z_]+)\b(?!\()", text)):
