@@ -110,7 +110,7 @@ def test_a_checkpoint_writes_text(ranks: Callable[..., list[Any]], tmp_path: Pat
     for words, expected in [
         (["--step", "7", *settings], "step 7"),
         (["--prompt", "", *settings], "--prompt is empty"),
-        ([*settings, "data.path=tokens.npy"], "sample knows bytes"),
+        ([*settings, "data.path=tokens.npy"], "sample works on bytes"),
         ([*settings, "model.width=32"], "another model"),
     ]:
         refused = CliRunner().invoke(sample, words)
