@@ -103,14 +103,7 @@ class _Part:
 
 
 def reconstruct(events: Sequence[Event], steps: Sequence[Step], every_steps: int, alive: bool) -> History:
-    """Put a run together.
-
-    Args:
-        events: of the ledger, attempt by attempt.
-        steps: of the metrics, including those that a later attempt repeated.
-        every_steps: the configured interval.
-        alive: whether an attempt whose end was not recorded may still be running.
-    """
+    """Put a run together, see `account.account`; `every_steps` is the configured interval."""
     found: defaultdict[int, _Part] = defaultdict(_Part)
     for event in events:
         found[event.attempt].events.append(event)
