@@ -83,7 +83,7 @@ def test_jinja_and_python_agree_on_any_numbers(
     try:
         expected = compute_interval(mtbi, step, save, stall, restart, target)._asdict()
     except IntervalError as error:
-        expected = {"refusal": str(error)}  # type: ignore[dict-item]
+        expected = {"refusal": str(error)}
     assert found == expected
 
 

@@ -349,7 +349,7 @@ class _Numbers:
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.identity: Mapping[str, Any] = {"data.length": length}
+        self.identity = {"data.length": length}
 
     def __len__(self) -> int:
         return self.length

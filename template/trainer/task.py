@@ -42,7 +42,10 @@ __all__ = [
 class Samples(Protocol):
     """Samples by number, the same ones on every machine."""
 
-    identity: Mapping[str, Any]  # small and exact, such as a hash: a resume on other data is refused
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Small and exact, such as a hash: a resume on other data is refused."""
+        ...
 
     def __len__(self) -> int: ...
 

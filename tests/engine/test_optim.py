@@ -67,7 +67,9 @@ def averaged(cases: Sequence[tuple[float, float]]) -> list[tuple[list[Tensor | N
         for weight, largest in cases:
             parameter.grad = distribute_tensor(torch.tensor([[30.0, 0], [0, 40]]), mesh, parameter.placements)
             norm = average_gradients(model, torch.tensor(weight, dtype=torch.float64), largest, mesh)
-            found.append(([p.grad.full_tensor() if p.grad is not None else None for p in model.parameters()], norm))
+            found.append(
+                ([p.grad.full_tensor() if isinstance(p.grad, DTensor) else None for p in model.parameters()], norm)
+            )
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from trainer.steps import read_counting, read_steps
 
 
-def _write(run_dir: Path, name: str, *records: dict[str, object]) -> None:
+def _write(run_dir: Path, name: str, *records: Mapping[str, object]) -> None:
     run_dir.mkdir(exist_ok=True)
     with (run_dir / f"{name}.jsonl").open("a") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)

@@ -77,7 +77,7 @@ def save(run_dir: Path, step: int, attempt: int = 1, **others: Any) -> None:
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         yield dist.group.WORLD  # type: ignore[misc]
     finally:

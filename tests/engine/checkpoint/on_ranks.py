@@ -51,7 +51,7 @@ class ToyState:
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for parameter, values in self.optimizer.state.items():
-            state |= {f"optim.{self.names[parameter]}.{name}": value for name, value in values.items()}
+            state |= {f"optim.{self.names[parameter]}.{name}": value for name, value in values.items()}  # type: ignore[index]
         return state | {
             "progress": torch.tensor([self.step, self.samples]),
             f"rng.rank{self.rank}": torch.get_rng_state(),
@@ -215,7 +215,9 @@ def fail(ranks: Ranks) -> None:
         # A process does not know what its peers know.
         checkpoints.finish()
         if ranks.rank == 1:
-            checkpoints._stager._layout = dataclasses.replace(checkpoints._stager._layout, token="another")
+            layout = checkpoints._stager._layout
+            assert layout is not None
+            checkpoints._stager._layout = dataclasses.replace(layout, token="another")
         save("a writer that has forgotten the layout")
         works("a writer that has forgotten the layout")
 
@@ -287,7 +289,7 @@ def fill(ranks: Ranks) -> None:
 
 def writer_pid() -> int:
     """The background process of this rank; 0 before it has started."""
-    handle = process.executor._CHECKPOINT_PROCESS
+    handle = process.executor._CHECKPOINT_PROCESS  # type: ignore[attr-defined]
     return handle._save_process.pid or 0 if handle is not None else 0
 
 

@@ -68,7 +68,7 @@ def _count_down(number: int) -> None:
 
     for name in CALLS:
         setattr(os, name, counted(getattr(os, name)))
-    builtins.open = io.open = counted(open)  # type: ignore[assignment]
+    builtins.open = io.open = counted(open)
     shard.ShardStream.write = counted(shard.ShardStream.write, every=3)  # type: ignore[method-assign]
 
 

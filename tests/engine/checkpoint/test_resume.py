@@ -153,7 +153,7 @@ def test_an_io_error_stops_the_start_and_renames_nothing(
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     monkeypatch.setattr(commits, "_read_sum", fails)
-    monkeypatch.setattr(commits.time, "sleep", lambda _: None)
+    monkeypatch.setattr("trainer.checkpoint.commit.time.sleep", lambda _: None)
     with pytest.raises(UnavailableError, match="nothing was changed"):
         manager(run_dir, group)[0].resume()
     assert len(commits.complete(run_dir)) == 2

@@ -143,7 +143,7 @@ def test_whole_numbers_are_exact(project: Path) -> None:
 def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], str]]:
     """`task(settings)` makes a task with that text as its `settings.py` (None: without one) and gives its name."""
     monkeypatch.setattr(load, "PROJECT", tmp_path)
-    made = []
+    made: list[str] = []
 
     def make(settings: str | None) -> str:
         made.append(f"made_{len(made)}")

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed.checkpoint import _async_process_executor as executor
 from torch.distributed.checkpoint import default_planner, filesystem, planner, state_dict_saver
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
@@ -23,7 +24,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from trainer.checkpoint.dcp import planner as planning
 from trainer.checkpoint.dcp import process as background
 from trainer.checkpoint.dcp import shard
-from trainer.checkpoint.dcp import stager as staging
 
 
 def test_the_process_is_one_process_behind_a_global() -> None:
@@ -47,7 +47,7 @@ def test_the_process_is_spawned_and_saves_in_its_main_thread() -> None:
     """
     assert 'get_context("spawn")' in inspect.getsource(executor._AsyncCheckpointProcess)
     assert isinstance(get_context("spawn").Process, type)
-    assert issubclass(get_context("spawn").Process, background.SpawnProcess)
+    assert issubclass(get_context("spawn").Process, background.SpawnProcess)  # type: ignore[attr-defined]
     assert "Thread" not in inspect.getsource(background._TorchsProcess)
 
 
@@ -117,5 +117,5 @@ def test_tensors_over_the_arena_are_written_as_they_are() -> None:
 
 def test_memory_is_pinned_and_unpinned_by_address() -> None:
     """`dcp/stager.py`: torch's own stager does it so. Without it: leave the pinning out, copies take longer."""
-    assert list(inspect.signature(staging.pin_memory).parameters) == ["data_ptr", "size"]
-    assert list(inspect.signature(staging.unpin_memory).parameters) == ["data_ptr"]
+    assert list(inspect.signature(pin_memory).parameters) == ["data_ptr", "size"]
+    assert list(inspect.signature(unpin_memory).parameters) == ["data_ptr"]

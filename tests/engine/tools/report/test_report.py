@@ -363,6 +363,7 @@ def test_the_stall_counts_what_a_write_costs_the_steps_meanwhile(run: Run) -> No
     run.event("retuned", every_steps=12, slowdown=1.5)
     found = read(run, alive=True)
     slowed = {one.key: one for one in found.assumptions}["checkpoint.save_stall_s"].measured
+    assert stall is not None and found.durable_s.median is not None
     assert slowed == pytest.approx(stall + 0.5 * found.durable_s.median)
 
 
