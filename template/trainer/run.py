@@ -5,6 +5,9 @@ with Run(config, model, optimizer, dataset_length=len(dataset)) as run:     # jo
         for numbers in run.micro_batches():              # this rank's sample numbers of the global batch
             run.backward(*my_loss(run.model, dataset[numbers]))          # sums, never means
         run.update()
+
+In a script of your own this stands below `if __name__ == "__main__":`, since the process that writes checkpoints
+imports the script again. Start it with `python`, or with `torchrun` for several ranks.
 """
 
 from __future__ import annotations
@@ -153,7 +156,7 @@ class Run:
         self._resumed_at = self.state.step, self.state.samples  # the global batch may have been another one before
 
     def _check_room(self) -> None:
-        """Before the first save of a run: see that it has room. The launcher looks at each later start."""
+        """Before the first save of a run: check that it has room. The launcher looks at each later start."""
         world, size = self.world, checkpoint_bytes(self.task)
         nodes = -(-world.size // world.local_size)
         check = partial(check_room, self.config, size, "estimated from the model", world.local_size, nodes, 0)
@@ -296,7 +299,7 @@ class Run:
         self._checkpoints.settle(self._decision.save_done, self._decision.save_failed)
 
     def _line(self, one: StepTotals) -> dict[str, Any]:
-        """The fields of a step's line in the metrics, but for those of time."""
+        """The fields of a step's line in the metrics, except its times."""
         resumed_step, resumed_samples = self._resumed_at
         weight = one.weight or 1.0
         rate = self.task.learning_rate(one.step)
@@ -386,7 +389,7 @@ class _OwnLoop(Task):
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw from generators seeded with `seed` inside; the streams outside go on as if nothing had happened."""
+    """Draw from generators seeded with `seed` inside; the streams outside are not affected."""
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
         torch.manual_seed(seed)
         yield
@@ -404,7 +407,7 @@ def _agree_on_attempt(attempt: int | None, config: Config, world: parallel.World
 
 
 def _wait_for_shared_directory(config: Config, attempt: int) -> None:
-    """See that this rank looks at the run's directory: where a mount is missing there may be an empty one of that name.
+    """Check that this rank sees the run's directory: where a mount is missing there may be an empty one of that name.
 
     Raises:
         ConfigError: it shows no sign of attempt `attempt`, for as long as a network file system may take.
