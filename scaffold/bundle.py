@@ -3,8 +3,8 @@
 The bundle is made of a synthetic chain of commits, one for each state on the first-parent line of the product's
 history. A commit depends on nothing but the states up to it (author, date and message are fixed), so two builds give
 the same ids and an older bundle's chain is the beginning of a newer one's: a project made from an old wheel finds its
-own commit in a new one. Tags are left out, so that Copier takes the newest state. The number of states stands in a
-ref, where it can be read without git.
+own commit in a new one. Tags are left out, so that Copier takes the newest state. The number of states is in a ref,
+where it can be read without git.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _COLORS = {"ok": "green", "warn": "yellow", "FAIL": "red"}
 
 
 def run(project: Path) -> None:
-    """Print one line for each finding. Exits 1 if anything stands in the way of an update."""
+    """Print one line for each finding. Exits 1 if anything would stop an update."""
     findings: list[str] = []
 
     def say(verdict: str, text: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scaffold import Refused
 
-# Set inside git's hooks and aliases; inherited, they would point every call at somebody else's repository.
+# Set inside git's hooks and aliases; inherited, they would point every call at another repository.
 _REPOSITORY_VARIABLES = (
     "GIT_DIR",
     "GIT_WORK_TREE",

@@ -166,7 +166,7 @@ def _move(staging: Path, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         staging.rename(target)
         return
-    # The empty folder that was there stays: it may be a mount, or somebody's shell is in it.
+    # The empty folder that was there stays: it may be a mount, or the current folder of a shell.
     for child in staging.iterdir():
         child.rename(target / child.name)
 
@@ -211,12 +211,12 @@ def _require_updatable(rendered: Rendered, source: Source) -> None:
 
 
 def _first_commit(staging: Path, target: Path, wanted: bool | None, notes: list[str]) -> bool:
-    """Make the project a repository with one commit, unless that is not wanted or it lies in somebody's repository."""
+    """Make the project a repository with one commit, unless that is not wanted or it is inside another repository."""
     if wanted is False:
         notes.append("not in git yet: `copier update` needs the project committed")
         return False
     if wanted is None and (outer := _tracking_repository(target)):
-        notes.append(f"it lies in the repository {outer}: commit it there (--git makes it a repository of its own)")
+        notes.append(f"it is inside the repository {outer}: commit it there (--git makes it a repository of its own)")
         return False
     try:
         git("init", "--quiet", "--initial-branch=main", cwd=staging)

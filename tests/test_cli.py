@@ -215,7 +215,7 @@ def test_inside_a_repository_the_project_is_left_to_it(scaffold: Scaffold, machi
     (work / ".gitignore").write_text("scratch/\n")
     machine.commit(work)
     done = scaffold("new", "demo", "--defaults")
-    assert done.returncode == 0 and f"it lies in the repository {work}" in done.stderr
+    assert done.returncode == 0 and f"it is inside the repository {work}" in done.stderr
     assert not (work / "demo/.git").exists()
     scaffold("new", "own", "--defaults", "--git")
     assert (work / "own/.git").is_dir()

@@ -1,4 +1,4 @@
-"""A task of the tests' own, so that what they find is true whatever stands in tasks/.
+"""A task of the tests' own, so that what they find is true whatever is in tasks/.
 
 Samples weigh differently and some weigh nothing, the model has blocks and dropout: with a mean of means, an order or a
 mask that depends on the ranks, other losses come out.

@@ -15,7 +15,7 @@ from trainer.outcome import ConfigError, Damaged, UnavailableError
 T = TypeVar("T")
 
 
-def from_main(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
+def run_on_rank0(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
     """What `work` returns or raises on rank 0, on all ranks of `group`."""
     box: list[Any] = [_attempt(work)] if dist.get_rank(group) == 0 else [None]
     dist.broadcast_object_list(box, src=0, group=group)
@@ -25,7 +25,7 @@ def from_main(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
     return cast(T, value)
 
 
-def on_each(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
+def run_on_all(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
     """What `work` returns on this rank; an error of the first rank that has one is raised on all."""
     value, error = _attempt(work)
     if first := next((other for other in gather(group, error) if other is not None), None):

@@ -34,7 +34,7 @@ from trainer.checkpoint.dcp.reader import load_tensors
 from trainer.checkpoint.lease import current_epoch
 from trainer.checkpoint.save import Checkpoints
 from trainer.checkpoint.standalone import standalone
-from trainer.collectives import from_main, on_each
+from trainer.collectives import run_on_all, run_on_rank0
 from trainer.config.fingerprint import fingerprint
 from trainer.config.settings import Config
 from trainer.data.loader import Batch, loader
@@ -119,8 +119,8 @@ class Run:
         if self.world.is_main and attempt is None and self._start.runtime is None:
             attempt = stack.enter_context(standalone(config.run_dir, lambda: (self.reason, self.step)))
         self.attempt = _agree_on_attempt(attempt, config, self.world)
-        from_main(self.world.control, task.prepare)
-        on_each(self.world.control, lambda: (len(task.train), len(task.validation)))
+        run_on_rank0(self.world.control, task.prepare)
+        run_on_all(self.world.control, lambda: (len(task.train), len(task.validation)))
         self.plan = BatchPlan(config.data.global_batch, config.data.micro_batch, self.world.size)
         seed_all(derive_seed("start", seed))
         self.model = task.build_model()
@@ -160,7 +160,7 @@ class Run:
         world, size = self.world, checkpoint_bytes(self.task)
         nodes = -(-world.size // world.local_size)
         check = partial(check_room, self.config, size, "estimated from the model", world.local_size, nodes, 0)
-        line = on_each(world.control, check)
+        line = run_on_all(world.control, check)
         if world.is_main:
             print(line, flush=True)
 
@@ -402,7 +402,7 @@ def _agree_on_attempt(attempt: int | None, config: Config, world: parallel.World
     """
     agreed = torch.tensor([attempt or 0])
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=world.control)
-    on_each(world.control, partial(_wait_for_shared_directory, config, int(agreed)))
+    run_on_all(world.control, partial(_wait_for_shared_directory, config, int(agreed)))
     return int(agreed)
 
 

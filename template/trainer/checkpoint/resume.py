@@ -20,7 +20,7 @@ from trainer.checkpoint.commit import Commit
 from trainer.checkpoint.commit_mode import CommitMode
 from trainer.checkpoint.dcp.reader import load_into, read_metadata, refuse_differences
 from trainer.checkpoint.lease import Fenced, commit_lock
-from trainer.collectives import from_main, gather, on_each
+from trainer.collectives import gather, run_on_all, run_on_rank0
 from trainer.config.fingerprint import compare_fingerprints
 from trainer.outcome import ConfigError, Damaged, UnavailableError
 
@@ -63,12 +63,12 @@ class Resumer:
             ConfigError: there are checkpoints but none is good.
             UnavailableError: the volume failed, and nothing was changed.
         """
-        while (commit := from_main(self.group, self._newest)) is not None:
-            found = on_each(self.group, partial(self._first_damaged, commit))
+        while (commit := run_on_rank0(self.group, self._newest)) is not None:
+            found = run_on_all(self.group, partial(self._first_damaged, commit))
             damaged = [name for name in gather(self.group, found) if name]
             if not damaged:
                 break
-            from_main(self.group, partial(self._quarantine_if_damaged, commit, damaged[0]))
+            run_on_rank0(self.group, partial(self._quarantine_if_damaged, commit, damaged[0]))
         return commit
 
     def load(self, commit: Commit, state: State) -> None:
@@ -78,7 +78,7 @@ class Resumer:
             ConfigError: it was saved with another configuration, or does not fit the model.
             UnavailableError: the volume failed.
         """
-        warnings = from_main(
+        warnings = run_on_rank0(
             self.group, lambda: compare_fingerprints(commit.fingerprint, state.fingerprint, self.accepted)
         )
 
@@ -88,7 +88,7 @@ class Resumer:
             refuse_differences(target, metadata, commit)
             return target, metadata
 
-        target, metadata = on_each(self.group, read_target)
+        target, metadata = run_on_all(self.group, read_target)
         load_into(target, commit, metadata, self.group)
         state.loaded()
         for warning in warnings if dist.get_rank(self.group) == 0 else ():

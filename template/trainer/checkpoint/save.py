@@ -29,7 +29,7 @@ from trainer.checkpoint.dcp.writer import CommittingWriter, DryRunSave, SaveRequ
 from trainer.checkpoint.lease import Fenced
 from trainer.checkpoint.pace import Pace
 from trainer.checkpoint.resume import Resumer, State
-from trainer.collectives import from_main, gather
+from trainer.collectives import gather, run_on_rank0
 from trainer.config.settings import Config
 from trainer.ledger import Ledger, mtbi_s, read_events
 from trainer.outcome import Damaged, SavesFailed, UnavailableError
@@ -101,7 +101,7 @@ class Checkpoints:
         self.config, self.run_dir, self.attempt, self.ledger = config, run_dir, attempt, ledger
         self.state, self.group = state, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.mode = MODES[from_main(group, lambda: volume.commit_mode(config))]
+        self.mode = MODES[run_on_rank0(group, lambda: volume.commit_mode(config))]
         self.loaded: str | None = None  # name of the checkpoint that was resumed from
         self._resumer = Resumer(run_dir, attempt, self.mode, group, accepted)
         self._template = template_version(config.project)
@@ -140,13 +140,13 @@ class Checkpoints:
         """
         begin = time.monotonic()
         commit = self._resumer.choose()
-        measured_s = from_main(self.group, lambda: mtbi_s(read_events(self.run_dir)))
+        measured_s = run_on_rank0(self.group, lambda: mtbi_s(read_events(self.run_dir)))
         self._pace.resumed(commit.step if commit else 0, measured_s)
         if commit is None:
             return None
         self._resumer.load(commit, self.state)
         self.loaded, self._committed = commit.directory.name, commit.step
-        lost = from_main(self.group, lambda: _lost(self.run_dir, commit))
+        lost = run_on_rank0(self.group, lambda: _lost(self.run_dir, commit))
         if self.rank == 0:
             load_s = round(time.monotonic() - begin, 3)
             self.ledger.record("resumed", step=commit.step, checkpoint=self.loaded, load_s=load_s, **lost)
@@ -322,7 +322,7 @@ class Checkpoints:
             pending.wait(CRASH_PATIENCE_S)
             process.end(0.0)  # one that had only just started by then
         step = pending.step if pending is not None else None
-        if step is not None and from_main(self.group, lambda: self._is_on_disk(step)):  # it failed after its commit
+        if step is not None and run_on_rank0(self.group, lambda: self._is_on_disk(step)):  # it failed after its commit
             self._committed, self._failures = step, 0
         elif pending is not None:
             self._failures += 1

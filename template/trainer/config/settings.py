@@ -1,6 +1,6 @@
 """Every setting of a run, as frozen dataclasses: one for each section of the two YAML files.
 
-`config.yaml` says what is trained, `startup/nexgpu.yaml` where and how it runs; no setting stands in both. An absent
+`config.yaml` says what is trained, `startup/nexgpu.yaml` where and how it runs; no setting is in both. An absent
 key takes the default below, so that a newer trainer runs an older file. Units are in the names: `_s` seconds. The type
 of a field says what it may be; what depends on another field is checked in `__post_init__`. This module imports nothing
 heavy, since the launcher and every report start with it.

@@ -59,7 +59,7 @@ class BatchPlan:
         return plan
 
     def describe(self) -> str:
-        """One line for a person: what each rank runs, and what share of it is padding."""
+        """One line for the log: what each rank runs, and what share of it is padding."""
         line = (
             f"{counted(self.global_batch, 'sample')} a step = "
             f"{counted(self.micro_batches, 'micro-batch', 'micro-batches')} of {self.micro_batch} "

@@ -36,7 +36,7 @@ TAKEN_OVER = "another launcher has taken this run over"
 
 
 def say(text: str) -> None:
-    """One line for whoever watches the log."""
+    """Print one line for the log."""
     print(f"[launch] {text}", file=sys.stderr, flush=True)
 
 
@@ -176,7 +176,7 @@ class Attempt:
         return requests.decide(requests.usable_s(left_s), steps * usual_s, save_s, pending_s)
 
     def _save_times(self) -> tuple[float | None, float]:
-        """Seconds of a save in this run (None: not measured), and until the one in flight is durable (0: none)."""
+        """Seconds of a save in this run (None: not measured), and until the pending one is durable (0: none)."""
         events = read_events(self.config.run_dir)
         usual_s = save_time_s(events)
         number = self.number or max((event.attempt for event in events), default=0)

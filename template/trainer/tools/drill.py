@@ -2,7 +2,7 @@
 
 `python -m trainer drill`: (1) train on some ranks without an interruption, (2) train again and save, (3) SIGKILL
 every process, (4) resume on another number of ranks, (5) compare the two runs step by step. The real launcher runs
-the real loop; the runs lie in a folder of their own. On CPU ranks the model is a small one unless keys are given.
+the real loop; the runs have a folder of their own. On CPU ranks the model is a small one unless keys are given.
 """
 
 from __future__ import annotations
