@@ -152,7 +152,7 @@ def _assert_resumes_exactly(ranks: Ranks, folder: Path, sessions: Sequence[tuple
 
 
 def test_any_sequence_of_world_sizes_runs_the_same_samples_masks_and_rates(ranks: Ranks, folder: Path) -> None:
-    _assert_resumes_exactly(ranks, folder, [(2, 1, 3), (3, 0, 8), (1, 3, None)])
+    _assert_resumes_exactly(ranks, folder, [(2, 1, 3), (1, 3, None)])
 
 
 @pytest.mark.slow
@@ -183,26 +183,19 @@ def test_what_decides_the_numbers_does_not_change_unless_accepted(ranks: Ranks, 
     assert "data.hash was" in message
 
     harmless = {"checkpoint.keep_last": 9, "logging.every_steps": 3, "data.workers": 1, "optim.fused": "true"}
-    [(reason, step, _, warnings)] = ranks(1, session, _settings(folder, **harmless), 4)
-    assert (reason, step) == (Reason.RECLAIMED, 4)
-    assert not [text for text in warnings if "although" in text]
-
     schedule = {"data.micro_batch": 3, "train.steps": STEPS + 2}
-    [(reason, step, _, warnings)] = ranks(1, session, _settings(folder, **schedule), 5)
+    [(reason, step, _, warnings)] = ranks(1, session, _settings(folder, **harmless, **schedule), 5)
     assert (reason, step) == (Reason.RECLAIMED, 5)
     assert sorted(text.partition(" although ")[2] for text in warnings if "although" in text) == [
         "data.micro_batch changed from 2 to 3",
         f"train.steps changed from {STEPS} to {STEPS + 2}",
     ]
 
-
-def test_an_accepted_batch_size_goes_on_where_the_samples_end(ranks: Ranks, folder: Path) -> None:
-    ranks(1, session, _settings(folder), 2)
-    changed = _settings(folder, **{"data.global_batch": 5, "optim.ema_decay": 0})
-    [found] = ranks(1, session, changed, 4, ["data.global_batch", "optim.ema_decay"])
-    assert found[:2] == (Reason.RECLAIMED, 4)
+    changed = _settings(folder, **schedule, **{"data.global_batch": 5, "optim.ema_decay": 0})
+    [found] = ranks(1, session, changed, 7, ["data.global_batch", "optim.ema_decay"])
+    assert found[:2] == (Reason.RECLAIMED, 7)
     lines = read_records(load_config(changed).run_dir, "metrics")
-    assert [line["samples"] for line in lines] == [7, 14, 19, 24]
+    assert [line["samples"] for line in lines] == [7, 14, 21, 28, 35, 40, 45]  # on where the samples end
 
 
 def test_numbers_that_are_read_one_step_late_change_no_decision(ranks: Ranks, folder: Path) -> None:
