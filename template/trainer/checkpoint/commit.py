@@ -16,7 +16,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,6 +62,7 @@ class Commit:
     template: str
     files: Mapping[str, FileSum]
     code: Mapping[str, Any] = field(default_factory=dict)  # as `versions.code_version`; older checkpoints have none
+    names: Sequence[str] = ()  # of the tensors, so that a part cannot be missing unnoticed; older ones have none
 
     @property
     def bytes(self) -> int:

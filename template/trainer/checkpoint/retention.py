@@ -13,9 +13,11 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainer.checkpoint.commit import COMMIT, Commit, attempt_of, complete, fsync_directory
+from trainer.checkpoint.commit import COMMIT, Commit, attempt_of, complete, fsync_directory, quarantined
 from trainer.checkpoint.commit_mode import HIDDEN, MODES, CommitMode
 from trainer.config.settings import CheckpointConfig
+
+KEEP_QUARANTINED = 3
 
 
 def expired(steps: Sequence[int], keep_last: int, keep_every_steps: int = 0) -> list[int]:
@@ -29,7 +31,8 @@ def expired(steps: Sequence[int], keep_last: int, keep_every_steps: int = 0) -> 
 
 
 def expire(run_dir: Path, settings: CheckpointConfig, mode: CommitMode) -> list[Path]:
-    """Hide expired checkpoints, except those that are being read. The caller holds the commit lock.
+    """Hide expired checkpoints, except those that are being read, and all but the newest few that are quarantined. The
+    caller holds the commit lock.
 
     Returns:
         What is left for `delete_files`.
@@ -43,6 +46,7 @@ def expire(run_dir: Path, settings: CheckpointConfig, mode: CommitMode) -> list[
         with _unread(found[step].directory) as unread:
             if unread:
                 gone.append(mode.hide(found[step].directory))
+    gone += [mode.hide(path) for path in quarantined(run_dir)[:-KEEP_QUARANTINED]]
     if gone:
         fsync_directory(run_dir)
     return gone

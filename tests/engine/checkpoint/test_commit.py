@@ -36,7 +36,7 @@ def make(run_dir: Path, step: int, attempt: int = 1, shards: int = 2) -> Commit:
         content = f"{name} of {step}".encode() * 1000
         (directory / name).write_bytes(content)
         files[name] = FileSum(len(content), commits.ALGORITHM, xxhash.xxh3_128(content).hexdigest())
-    one = Commit(directory, step, step * 8, attempt, shards, 1.5, {"model.width": 64}, "2.13.0", "abc", files)
+    one = Commit(directory, step, step * 8, attempt, shards, 1.5, {"model.width": 64}, "2.13.0", "abc", files, names=["a", "b"])
     (directory / COMMIT).write_bytes(commits.encode(one))
     return one
 
@@ -48,17 +48,17 @@ def test_a_commit_reads_back_as_it_was_written(tmp_path: Path) -> None:
     body = json.loads((one.directory / COMMIT).read_text())
     assert set(body) == {
         "format", "step", "samples", "attempt", "world_size", "time", "fingerprint", "torch", "template", "code",
-        "files", "self",
+        "files", "names", "self",
     }  # fmt: skip
     assert body["files"][".metadata"].keys() == {"bytes", "algo", "sum"}
 
 
 def test_checkpoints_of_older_and_newer_versions_are_read(tmp_path: Path) -> None:
-    """`code` came later, and more may come."""
+    """`code` and `names` came later, and more may come."""
     one = make(tmp_path, 1000)
     path = one.directory / COMMIT
     body = json.loads(path.read_text())
-    assert body.pop("code") == {} and body.pop("self")
+    assert body.pop("code") == {} and body.pop("names") and body.pop("self")
     for change in ({}, {"code": {"commit": "abc", "dirty": False}, "more": 1}):
         path.write_text(json.dumps({**body, **change, "self": commits._self_sum({**body, **change})}))
         assert commits.read_commit(one.directory).code == change.get("code", {})
@@ -212,6 +212,17 @@ def test_retention_counts_complete_checkpoints_only(tmp_path: Path) -> None:
     assert len(left) == 1 and left[0].name.startswith(".removing_step_00000010")
     retention.delete_files(left)
     assert not left[0].exists()
+
+
+@pytest.mark.parametrize("mode", [RENAME, MANIFEST])
+def test_quarantined_checkpoints_do_not_pile_up(tmp_path: Path, mode: CommitMode) -> None:
+    for step in range(10, 70, 10):
+        make(tmp_path, step)
+        mode.quarantine(tmp_path / commits.directory_name(step), "damaged")
+    make(tmp_path, 5)
+    retention.delete_files(prune(tmp_path, epoch=1, keep_last=1, mode=mode))
+    assert [path.name[-2:] for path in commits.quarantined(tmp_path)] == ["40", "50", "60"]
+    assert [one.step for one in commits.complete(tmp_path)] == [5]
 
 
 def test_a_checkpoint_that_is_being_read_stays(tmp_path: Path) -> None:

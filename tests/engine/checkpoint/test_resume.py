@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import pickle
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +232,37 @@ def test_names_shapes_and_dtypes_have_to_fit(
     with pytest.raises(ConfigError, match=said):
         checkpoints.resume()
     assert len(commits.complete(run_dir)) == 2
+
+
+def drop(run_dir: Path, step: int, name: str, *, places_only: bool = False) -> None:
+    """Take one tensor out of `.metadata` and seal the checkpoint again, so that every checksum matches."""
+    commit = commits.read_commit(run_dir / commits.directory_name(step))
+    metadata = pickle.loads((commit.directory / commit.metadata).read_bytes())
+    metadata.storage_data = {index: place for index, place in metadata.storage_data.items() if index.fqn != name}
+    if not places_only:
+        del metadata.state_dict_metadata[name]
+    content = pickle.dumps(metadata)
+    (commit.directory / commit.metadata).write_bytes(content)
+    files = {**commit.files, commit.metadata: commits.sum_of(content)}
+    (commit.directory / COMMIT).write_bytes(commits.encode(replace(commit, files=files)))
+
+
+@pytest.mark.parametrize("places_only", [False, True])
+def test_a_checkpoint_that_lacks_a_part_is_never_loaded_in_part(
+    run_dir: Path, group: dist.ProcessGroup, places_only: bool, tmp_path: Path
+) -> None:
+    names = commits.read_commit(run_dir / commits.directory_name(20)).names
+    assert len(names) == len(Numbers().tensors)
+    for number, name in enumerate(names):
+        copy = shutil.copytree(run_dir, tmp_path / str(number) / "run")
+        drop(copy, 20, name, places_only=places_only)
+        checkpoints, state = manager(copy, group)
+        with pytest.raises(ConfigError, match=rf"step_00000020 lacks {name}, and nothing is loaded in part"):
+            checkpoints.resume()
+        assert state.step == 0
+        with pytest.raises(ConfigError, match=f"lacks {name}"):
+            load_tensors(copy)
+        assert len(commits.complete(copy)) == 2  # a person decides
 
 
 def test_in_manifest_mode_the_commit_file_decides(tmp_path: Path, group: dist.ProcessGroup) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from trainer.checkpoint import commit as commits
@@ -38,11 +38,25 @@ def read_metadata(commit: Commit) -> Metadata:
     """DCP's `.metadata`, unpickled only if the very bytes have the checksum that was committed.
 
     Raises:
+        ConfigError: it lacks a tensor, or a part of one, that was saved.
         Damaged, UnavailableError
     """
     metadata = pickle.loads(commits.read_checked(commit, commit.metadata))
     if not isinstance(metadata, Metadata):
         raise Damaged(f"{commit.directory / commit.metadata}: not the metadata of a checkpoint")
+    entries, places = metadata.state_dict_metadata, metadata.storage_data or {}
+    missing = [name for name in commit.names if name not in entries]
+    missing += [
+        name
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+        and any(MetadataIndex(name, chunk.offsets) not in places for chunk in entry.chunks)
+    ]
+    if missing:
+        raise ConfigError(
+            f"{commit.directory} lacks {_shown(missing)}, and nothing is loaded in part: bring a good copy back there, "
+            f"or remove it to go on from the one before"
+        )
     return metadata
 
 
@@ -80,10 +94,14 @@ def refuse_differences(target: Mapping[str, Any], metadata: Metadata, commit: Co
         elif entry.properties.dtype != tensor.dtype:
             found.append(f"{name} is {entry.properties.dtype} in the checkpoint and {tensor.dtype} here")
     if found:
-        shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         raise ConfigError(
-            f"{commit.directory} does not fit the model: {shown}; resume with the code and configuration that saved it"
+            f"{commit.directory} does not fit the model: {_shown(found)}; "
+            f"resume with the code and configuration that saved it"
         )
+
+
+def _shown(found: Sequence[str]) -> str:
+    return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 def load_tensors(

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from trainer.checkpoint.commit import quarantined
 from trainer.config.load import load_config
 from trainer.config.settings import CheckpointConfig, Config
 from trainer.ledger import KILLED
@@ -111,6 +112,7 @@ def to_json(found: Account, config: Config, state: str, advice: Sequence[str]) -
             "retune": settings.retune,
             "changes": [{name: getattr(change, name) for name in _CHANGE} for change in run.changes],
         },
+        "quarantined": [path.name for path in quarantined(config.run_dir)],
         "assumptions": [asdict(one) for one in found.assumptions],
         "suggestions": list(advice),
     }
@@ -147,6 +149,9 @@ def to_text(found: Account, config: Config, state: str, advice: Sequence[str]) -
     ]
     for part in (_interruptions, _time, _saves, _throughput, _interval):
         lines += ["", *part(found, config.checkpoint)]
+    if damaged := quarantined(config.run_dir):
+        names = ", ".join(path.name for path in damaged)
+        lines += ["", f"quarantined, since their checksums did not match: {names}"]
     if advice:
         lines += ["", "suggestions (startup/nexgpu.yaml)", *(f"  {line}" for line in advice)]
     return lines

@@ -407,7 +407,7 @@ def test_json_has_keys_that_stay(run: Run) -> None:
     found = json.loads(result.output)
     assert set(found) == {
         "run", "directory", "state", "last_step", "steps", "attempts", "interruptions", "mtbi", "seconds", "badput",
-        "saves", "throughput", "interval", "assumptions", "suggestions",
+        "saves", "throughput", "interval", "assumptions", "quarantined", "suggestions",
     }  # fmt: skip
     assert found["state"] == "finished"
     assert found["last_step"] == 200
