@@ -36,7 +36,9 @@ def make(run_dir: Path, step: int, attempt: int = 1, shards: int = 2) -> Commit:
         content = f"{name} of {step}".encode() * 1000
         (directory / name).write_bytes(content)
         files[name] = FileSum(len(content), commits.ALGORITHM, xxhash.xxh3_128(content).hexdigest())
-    one = Commit(directory, step, step * 8, attempt, shards, 1.5, {"model.width": 64}, "2.13.0", "abc", files, names=["a", "b"])
+    one = Commit(
+        directory, step, step * 8, attempt, shards, 1.5, {"model.width": 64}, "2.13.0", "abc", files, names=["a", "b"]
+    )
     (directory / COMMIT).write_bytes(commits.encode(one))
     return one
 

@@ -84,7 +84,7 @@ def test_giving_the_interval_turns_retuning_off(project: Path) -> None:
         (CONFIG_FILE, "optim:\n  lr: [1]\n", ["optim.lr", "[1]", "a finite number"]),
         (CONFIG_FILE, "optim:\n  lr: 0\n", ["optim.lr is 0;", "above 0"]),
         (CONFIG_FILE, "data: []\n", ["config.yaml", "data is []", "a section of keys"]),
-        (CONFIG_FILE, "task: nothing\n", ["config.yaml: task is 'nothing'", "a folder of tasks/", "(language_model)"]),
+        (CONFIG_FILE, "task: nothing\n", ["config.yaml: task is 'nothing'", "a folder of tasks/", "language_model)"]),
         (CONFIG_FILE, "task: ../trainer\n", ["config.yaml: task is '../trainer'", "a folder of tasks/"]),
         (CONFIG_FILE, "task: [1]\n", ["config.yaml: task is [1]", "text"]),
         (CONFIG_FILE, "parallel:\n  strategy: magic\n", ["parallel.strategy", "'magic'", "fsdp, hsdp, ddp"]),
