@@ -71,7 +71,8 @@ def trained(settings: list[str]) -> tuple[Reason, int]:
 def test_it_learns_and_its_accuracy_is_recorded_by_name(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     settings = [
         TASK, f"checkpoint.dir={tmp_path}", "run.name=run", "volume.allow_ephemeral=true", "train.steps=100",
-        "train.eval_every_steps=100", "model.blocks=2", "data.micro_batch=16", "optim.warmup_steps=10", "logging.tensorboard=false",
+        "train.eval_every_steps=100", "model.blocks=2", "data.micro_batch=16", "optim.warmup_steps=10",
+        "logging.tensorboard=false",
     ]  # fmt: skip
     assert ranks(2, trained, settings) == [(Reason.FINISHED, 100)] * 2
     lines = read_records(tmp_path / "run", "metrics")
