@@ -227,7 +227,7 @@ class Run:
 
         Args:
             loss: summed over the micro-batch, a scalar; or all of it as a `Loss`.
-            weight: what the sum stands for (samples, tokens that count): `update` divides by that of the global batch.
+            weight: what the sum stands for, such as the number of samples; that of the global batch divides the sum.
         """
         one = loss if isinstance(loss, Loss) else Loss(loss, weight)
         batch: Batch = self._batch

@@ -60,7 +60,7 @@ class Loss:
     """Sums over the samples of a micro-batch: the run divides them by the weight of the whole global batch."""
 
     sum: Tensor  # scalar, with its graph
-    weight: Tensor | float  # what the sum stands for: samples, tokens that count
+    weight: Tensor | float  # what the sum stands for, such as the number of samples
     metrics: Mapping[str, Tensor | float] = field(default_factory=dict)  # more sums, such as correct answers
 
 

@@ -217,7 +217,7 @@ def fail(ranks: Ranks) -> None:
         if ranks.rank == 1:
             layout = checkpoints._stager._layout
             assert layout is not None
-            checkpoints._stager._layout = dataclasses.replace(layout, token="another")
+            checkpoints._stager._layout = dataclasses.replace(layout, name="another")
         save("a writer that has forgotten the layout")
         works("a writer that has forgotten the layout")
 

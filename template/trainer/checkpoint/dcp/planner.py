@@ -46,9 +46,9 @@ class ArenaPlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         global _received
-        arena, layout, token = state_dict["arena"], state_dict["layout"], state_dict["token"]
+        arena, layout, name = state_dict["arena"], state_dict["layout"], state_dict["layout_name"]
         if layout is None:
-            if _received is None or _received.layout.token != token:
+            if _received is None or _received.layout.name != name:
                 raise RuntimeError("the writer process does not know the layout of what it is to write")
             layout = _received.layout
         if _received is None or _received.layout is not layout or _received.arena.data_ptr() != arena.data_ptr():

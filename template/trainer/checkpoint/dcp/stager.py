@@ -46,7 +46,7 @@ class Slot:
 class Layout:
     """The structure of one rank's state: everything of it but the numbers."""
 
-    token: str  # tells layouts apart, also those of two processes
+    name: str  # tells layouts apart, also those of two processes
     slots: Mapping[str, Slot]
     plan: SavePlan
     bytes: int
@@ -160,7 +160,7 @@ class ArenaStager(AsyncStager):
                 torch._foreach_copy_(self._views, sources, non_blocking=self._pinned)
             self._stream.synchronize()
         layout, self._sent = (None if self._sent else self._layout), True
-        return {"arena": self._arena, "layout": layout, "token": self._layout.token}
+        return {"arena": self._arena, "layout": layout, "layout_name": self._layout.name}
 
 
 def shared_memory(size: int) -> Tensor:
