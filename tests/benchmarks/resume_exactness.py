@@ -4,8 +4,8 @@
 
 Trains the same run (dropout, clipping, AdamW, averaged weights, evaluations, a last micro-batch that is smaller than
 the others) on 1, 2, 3, 4, 5 and 8 CPU ranks, sharded and replicated, and once more from 8 to 3 to 5 to 1 ranks with
-SIGKILL and SIGTERM between. Every loss, gradient norm, learning rate, validation loss and every tensor of the last
-checkpoint is compared with those of one rank; the first step and tensor that differ are named.
+SIGKILL and SIGTERM between; and compiled, on 1 and 3. Every loss, gradient norm, learning rate, validation loss and
+every tensor of the last checkpoint is compared with those of one rank; the first step and tensor that differ are named.
 
 --restarts times `restart.sh` on one rank until the first new step is in the metrics, next to a bare script that does
 what cannot be avoided: start Python, import torch, set up FSDP2, read the bytes, make one step. --cost compares steps
@@ -200,8 +200,12 @@ def main() -> None:
             project.launch(name, ranks, last, SAVED, f"parallel.strategy={strategy}")
         if last:
             project.chain("chain", last, SAVED)
-        for name in [f"{strategy}_{ranks}" for ranks, strategy in LAYOUTS[1:]] + ["chain"] if last else ():
-            found = first_difference(project.runs / "fsdp_1", project.runs / name)
+            for ranks in (1, 3):
+                project.launch(f"compiled_{ranks}", ranks, last, SAVED, "train.compile=true")
+        names = [*(f"{strategy}_{ranks}" for ranks, strategy in LAYOUTS[1:]), "chain", "compiled_3"]
+        for name in names if last else ():
+            reference = "compiled_1" if name == "compiled_3" else "fsdp_1"
+            found = first_difference(project.runs / reference, project.runs / name)
             results["differences"][name] = found
             print(f"{name}, {last} steps: {found or 'equal to the last bit'}", flush=True)
         if arguments.restarts:
