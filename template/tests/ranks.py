@@ -7,9 +7,11 @@ import multiprocessing.connection
 import os
 import runpy
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess as Process
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,25 @@ import trainer
 
 PATIENCE_S = 300.0  # with a call on all ranks; then their stacks are shown
 JOB = "job of this rank"  # a global of this file in a child: what to run
+# What the server imports that the ranks are forked from. One that has `prepare_rank()` is called first in each of them.
+PRELOADED = ["pytest", "torch._dynamo", "trainer.train"]
 
 torch.set_num_threads(1)  # tests share the cores with their ranks, and a forked rank must not inherit a pool
 
 
 def _be_a_rank(
-    rank: int, size: int, port: int, file: str, function: str, arguments: tuple[Any, ...], out: Path
+    rank: int,
+    size: int,
+    port: int,
+    file: str,
+    function: str,
+    arguments: tuple[Any, ...],
+    out: Path,
+    preloaded: Sequence[str],
 ) -> None:
+    for name in preloaded:
+        if hasattr(sys.modules.get(name), "prepare_rank"):
+            sys.modules[name].prepare_rank()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CPU ranks, also where there are GPUs
@@ -46,20 +60,24 @@ if JOB in globals():
     _be_a_rank(*globals()[JOB])
 
 
-@pytest.fixture
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    """`ranks(size, function, *arguments)` calls a module-level function on `size` processes.
-
-    The processes are forked by a server that has imported torch and done nothing else, so they cost milliseconds.
-
-    Returns:
-        What the function returned, by rank.
-    """
+def server() -> ForkServerContext:
+    """Starts processes by forking one that has imported torch and done nothing else: they cost milliseconds."""
     project = str(Path(trainer.__file__).resolve().parents[1])
     if project not in os.environ.get("PYTHONPATH", ""):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (project, os.environ.get("PYTHONPATH"))))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torch._dynamo", "trainer.train"])
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+@pytest.fixture
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """`ranks(size, function, *arguments)` calls a module-level function on `size` processes.
+
+    Returns:
+        What the function returned, by rank.
+    """
+    context = server()
     started: list[Process] = []
 
     def run(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -70,7 +88,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., li
         file = function.__code__.co_filename
         mine = []
         for rank in range(size):
-            job = (rank, size, port, file, function.__name__, arguments, out)
+            job = (rank, size, port, file, function.__name__, arguments, out, PRELOADED)
             process = context.Process(target=runpy.run_path, args=(__file__, {JOB: job}, "rank"))
             process.start()
             mine.append(process)

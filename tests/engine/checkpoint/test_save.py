@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import trainer
+from tests.engine.spares import Script
 from trainer.checkpoint import commit as commits
 from trainer.checkpoint.dcp.reader import load_tensors
 from trainer.checkpoint.lease import Lease
@@ -28,9 +29,15 @@ ROOT = HERE.parents[2]
 
 
 class Job:
-    """The ranks of one scenario, each the leader of its own process group as under torchrun."""
+    """The ranks of one scenario, each the leader of its own process group as under torchrun.
 
-    def __init__(self, scenario: str, run_dir: Path, ranks: int = 2, attempt: int = 1, **environment: str) -> None:
+    Args:
+        spawned: they and what they start are new processes throughout, not forked ones.
+    """
+
+    def __init__(
+        self, scenario: str, run_dir: Path, ranks: int = 2, attempt: int = 1, spawned: bool = False, **environment: str
+    ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -41,18 +48,9 @@ class Job:
             "MASTER_PORT": str(port),
         }
         common |= {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"} | environment
-        command = [sys.executable, str(HERE / "on_ranks.py"), scenario, str(run_dir), str(attempt)]
-        self.ranks = [
-            subprocess.Popen(
-                command,
-                env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-            for rank in range(ranks)
-        ]
+        words = [str(HERE / "on_ranks.py"), scenario, str(run_dir), str(attempt)]
+        environments = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        self.ranks: list[Any] = [_spawned(words, env) if spawned else Script(words, env) for env in environments]
         self.output = ""
 
     def until(self, what: str) -> dict[str, Any]:
@@ -78,6 +76,13 @@ class Job:
 
     def said(self) -> list[dict[str, Any]]:
         return [json.loads(line[1:]) for line in self.output.splitlines() if line.startswith("@")]
+
+
+def _spawned(words: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -212,7 +217,7 @@ def test_a_checkpoint_holds_one_step_only_and_memory_stays_flat(tmp_path: Path) 
 
 
 def test_the_writer_survives_the_signals_of_a_reclaim(tmp_path: Path) -> None:
-    with job("train", tmp_path / "run", STEPS="60") as one:
+    with job("train", tmp_path / "run", STEPS="60", spawned=True) as one:
         one.until("saving")
         for rank in one.ranks:
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -259,7 +264,7 @@ def test_few_file_descriptors_are_enough(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
     try:
-        with job("train", tmp_path / "run", ranks=1, LAYERS="60") as one:
+        with job("train", tmp_path / "run", ranks=1, LAYERS="60", spawned=True) as one:
             assert one.end() == [0], one.output
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
