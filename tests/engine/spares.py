@@ -43,14 +43,14 @@ def prepare_rank(spares: int = 2) -> None:
         its.close()
         _spares.append((pid, ours))
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    multiprocessing.util.spawnv_passfds = _hand_over  # type: ignore[attr-defined]
+    multiprocessing.util.spawnv_passfds = _hand_over  # type: ignore[assignment]
 
 
-def _hand_over(path: object, words: Iterable[object], descriptors: Iterable[int]) -> int:
+def _hand_over(path: Any, words: Iterable[Any], descriptors: Iterable[int]) -> int:
     """In place of `multiprocessing.util.spawnv_passfds`. Returns the process id."""
     words, descriptors = list(words), sorted(set(map(int, descriptors)))
     if not _spares or "--multiprocessing-fork" not in words:
-        return _spawn(path, words, descriptors)  # type: ignore[no-any-return]
+        return _spawn(path, words, descriptors)
     pid, channel = _spares.pop()
     with channel:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
