@@ -18,7 +18,7 @@ from trainer.records import read_records
 from trainer.steps import read_counting
 
 pytestmark = pytest.mark.slow
-TRAINER = Path(trainer.__file__).resolve().parent
+TEMPLATE = Path(trainer.__file__).resolve().parents[1]
 PATIENCE_S = 180.0
 
 
@@ -49,7 +49,8 @@ class Run:
         }  # fmt: skip
         command = [sys.executable, "-m", "trainer", "launch", "--gpus", "2"]
         self.log, project = volume.parent / "log", volume.parent / "project"
-        shutil.copytree(TRAINER, project / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
+        for package in ("trainer", "tasks"):
+            shutil.copytree(TEMPLATE / package, project / package, ignore=shutil.ignore_patterns("__pycache__"))
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*command, *(f"{key}={value}" for key, value in settings.items()), *more],
