@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-import trainer
 from trainer.cli import main
 from trainer.config.settings import CheckpointConfig
 from trainer.interval import badput, compute_interval
@@ -22,7 +20,6 @@ from trainer.steps import read_steps
 from trainer.tools.report.account import Account, account
 from trainer.tools.report.advice import suggestions
 
-PROJECT = Path(trainer.__file__).resolve().parents[1]
 UNITS = 32 * 256  # of a step
 ASSUMED = CheckpointConfig(
     mtbi_s=200, step_time_s=1, save_time_s=4, save_stall_s=0.5, restart_time_s=45, every_steps=50
@@ -482,7 +479,18 @@ def test_the_seconds_of_an_earlier_version_follow_from_the_sequence_length_of_it
     assert next(one for one in found["assumptions"] if one["key"] == "checkpoint.step_time_s")["measured"] == 2.0
 
 
-def test_a_run_without_a_launcher_that_ends_well_is_not_killed(tmp_path: Path) -> None:
+def train(settings: list[str]) -> object:
+    """`python -m trainer train`. Returns its exit code."""
+    try:
+        main(["train", *settings])
+    except SystemExit as end:
+        return end.code
+    return None
+
+
+def test_a_run_without_a_launcher_that_ends_well_is_not_killed(
+    ranks: Callable[..., list[object]], tmp_path: Path
+) -> None:
     """Two starts of a small run by `train`, each exit 0."""
     settings = [
         f"checkpoint.dir={tmp_path}", "run.name=alone", "volume.allow_ephemeral=true", "model.layers=1",
@@ -491,9 +499,7 @@ def test_a_run_without_a_launcher_that_ends_well_is_not_killed(tmp_path: Path) -
     ]  # fmt: skip
     np.save(tmp_path / "tokens.npy", np.arange(400, dtype=np.uint8) % 40)
     for steps in (2, 4):
-        command = [sys.executable, "-m", "trainer", "train", *settings, f"train.steps={steps}"]
-        done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        assert ranks(1, train, [*settings, f"train.steps={steps}"]) == [0]
     result = CliRunner().invoke(main, ["report", "--json", *settings, "train.steps=4"])
     found = json.loads(result.output)
     assert (found["state"], found["last_step"]) == ("finished", 4)
