@@ -339,19 +339,12 @@ def _states(parent: int) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Real ranks
+# Real ranks: slow, but for SIGTERM and SIGKILL to a child in template/tests/test_interruptions.py
 
 
-@pytest.mark.parametrize("name", ["child", pytest.param("process_1", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
-    ],
-    ids=lambda one: one.name,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["child", "process_1"])
+@SIGNALS
 def test_real_ranks_save_the_step_in_hand(
     name: str, number: signal.Signals, real_project: Project, request: pytest.FixtureRequest
 ) -> None:

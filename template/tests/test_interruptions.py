@@ -28,8 +28,8 @@ def _last_step(project: Project) -> int:
 
 
 def test_sigterm_means_75_with_the_last_step_saved_and_the_next_start_carries_on(project: Project) -> None:
-    restart = ["./restart.sh", "--gpus", "1", "checkpoint.every_steps=1000"]
-    first = project.start(*restart, "train.steps=1000000")
+    restart = ["./restart.sh", "checkpoint.every_steps=1000"]
+    first = project.start(*restart, "--gpus", "2", "train.steps=1000000")
     _wait(project, first, lambda: _last_step(project) >= 3)
     first.terminate()
     assert first.wait(PATIENCE_S) == 75, (project.folder / "log").read_text()
@@ -38,7 +38,7 @@ def test_sigterm_means_75_with_the_last_step_saved_and_the_next_start_carries_on
     [stopped] = [event for event in read_records(project.run_dir, "ledger") if event["event"] == "stopped"]
     assert (stopped["step"], stopped["reason"]) == (step, "reclaimed")
 
-    assert project.start(*restart, f"train.steps={step + 2}").wait(PATIENCE_S) == 0
+    assert project.start(*restart, "--gpus", "1", f"train.steps={step + 2}").wait(PATIENCE_S) == 0
     lines = [line["step"] for line in read_records(project.run_dir, "metrics")]
     assert lines == list(range(1, step + 3))
     assert commit.complete(project.run_dir)[0].step == step + 2
