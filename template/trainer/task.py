@@ -2,7 +2,7 @@
 
 A task is a folder of tasks/. Its `__init__.py` has `build_task(config) -> Task`; its `settings.py`, which must not
 import torch, has the dataclasses `ModelConfig` and `DataConfig` (a subclass of the one below): the sections `model:`
-and `data:` of config.yaml. This module is all that a task imports of the engine.
+and `data:` of config.yaml. A task imports this module, and `run` where it uses a trained model; nothing else.
 """
 
 from __future__ import annotations

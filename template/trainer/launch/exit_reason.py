@@ -28,7 +28,8 @@ def translate(
     """One reason from what the ranks wrote (in the order of their end) and what their starter saw of them.
 
     Args:
-        report: the starter's: `failures` (exit code by rank), `signal` it received, `error` of the rendezvous.
+        report: the starter's: `failures` (exit code by rank, in the order of their end), `signal` it received, `error`
+            of the rendezvous.
         returncode: of the starter.
         stop: the request to stop that the launcher passed on, if any.
     """
@@ -50,6 +51,11 @@ def translate(
     hard = {rank: code for rank, code in failures.items() if -code not in STOP_SIGNALS}
     if stop or (not crash and not hard and (failures or "signal" in report)):
         return Ended(stopped, step, crash.message if crash else "")
+    first, how = next(iter(failures.items()), (None, 0))
+    if how == -signal.SIGKILL and first not in [
+        status.rank for status in statuses
+    ]:  # what its peers say follows from it
+        return Ended(Reason.CRASHED, step, f"rank {first} {_ending(how)}", outside=True)
     if crash:
         words = crash.message.strip()
         separator = "\n" if "\n" in words else " "

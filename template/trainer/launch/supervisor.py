@@ -205,7 +205,8 @@ class Supervisor:
         else:
             lost = f", {counted(ended.step - saved, 'step')} lost" if ended.step > saved else ""
             again = self.config.restart.exit_reclaimed
-            say(f"{ended.reason}: step {saved} is saved{lost}; start me again (exit {again})")
+            what = f"step {saved} is saved{lost}" if saved else f"no step was saved{lost}"
+            say(f"{ended.reason}: {what}; start me again (exit {again})")
             if ended.message:
                 say(f"while exiting: {ended.message}")
 

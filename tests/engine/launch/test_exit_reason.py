@@ -48,3 +48,11 @@ def test_one_reason_from_what_ranks_and_torchrun_left(
 def test_the_first_rank_that_crashed_is_the_one_that_is_shown() -> None:
     statuses = [_status("crashed", rank=1, message="KeyError: 'x'"), _status("crashed", message="Connection closed")]
     assert "rank 1: KeyError: 'x'" in translate(statuses, {"failures": {"0": 1, "1": 1}}, 1, 2, None).message
+
+
+def test_a_rank_that_was_killed_is_shown_before_what_its_peers_say_of_it() -> None:
+    statuses = [_status("crashed", message="Connection reset by peer")]
+    ended = translate(statuses, {"failures": {"1": -9, "0": 1}}, 1, 2, None)
+    assert ended.message == "rank 1 was killed by SIGKILL (out of memory?)" and ended.outside
+    later = translate(statuses, {"failures": {"0": 1, "1": -9}}, 1, 2, None)  # the launcher ended the one that hung
+    assert "Connection reset by peer" in later.message and not later.outside
