@@ -43,7 +43,7 @@ from trainer.data.plan import BatchPlan
 from trainer.ledger import Ledger
 from trainer.metrics import Metrics
 from trainer.optim import AveragedWeights, average_gradients, set_learning_rate
-from trainer.outcome import ConfigError, Reason, SavesFailed
+from trainer.outcome import ConfigError, Reason, SavesFailed, exit_code
 from trainer.reclaim.rank import Reclaim
 from trainer.state import TrainState, seed_all
 from trainer.storage.capacity import check_room
@@ -170,6 +170,11 @@ class Run:
     def step(self) -> int:
         """Optimizer steps that are completed."""
         return self.state.step
+
+    @property
+    def exit_code(self) -> int:
+        """For whatever starts this process: 0 finished, `restart.exit_reclaimed` start me again."""
+        return exit_code(self.reason, self.config.restart.exit_reclaimed)
 
     def __iter__(self) -> Iterator[int]:
         """The steps to make, each the number that `step` has after it."""

@@ -54,6 +54,7 @@ def my_loop(settings: Sequence[str], stop_after: int | None, samples: int = SAMP
                     run.record({"val_mine": 0.5})
     except ConfigError as error:
         return Reason.CONFIG, 0, str(error)
+    assert run.exit_code == (0 if run.reason is Reason.FINISHED else 75)
     return run.reason, run.step, ""
 
 
