@@ -65,7 +65,7 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True)
 class Recovery:
-    """What the interruption cost. Seconds from the SIGKILL, and units (tokens, samples) per second of steady steps."""
+    """What the interruption cost. Seconds from the SIGKILL; speed of steady steps in what the task counts."""
 
     killed_after_step: int
     resumed_from_step: int
